@@ -253,7 +253,7 @@ def iterate_rows(problem: Problem) -> Solution:
         return evaluate(f, z, args, has_aux=problem.has_aux)
 
     # with other strides, as of expanded zeros, the map would be compiled twice
-    z, memory = solver.begin(evaluated, z0.contiguous(), stop)
+    z, memory = solver.begin(window.remembered(evaluated), z0.contiguous(), stop)
     answers_checked = False
     while True:
         fz, aux = evaluated(z)

@@ -43,16 +43,18 @@ class Judgement(NamedTuple):
     limit: Numbers  # (rows, 1)
 
 
-class Measured(NamedTuple):
-    """What :meth:`Stop.measure` returns."""
+class Pair(NamedTuple):
+    """A point ``z``, and :math:`f(z) - z` there."""
 
-    numbers: Float[Tensor, "4 rows tokens"]
     point: State
     residual: State
 
 
 NEAR = 100
 """How many tolerances a token that passes may be away from its fixed point, as estimated."""
+
+ROUNDED = 1e-4
+"""A residual of a rule may be negative by this, as a divergence that is rounded is."""
 
 ROUNDING = 8
 """In units of precision times the size of the state: a smaller residual is not told from zero."""
@@ -171,14 +173,16 @@ class Stop:
         """Whether every solve takes ``max_steps`` evaluations."""
         return self.check_every >= self.max_steps
 
-    def measure(self, z: State, fz: State, block: int, before: Measured | None = None) -> Measured:
+    def measure(
+        self, z: State, fz: State, block: int, before: Pair | None = None
+    ) -> tuple[Float[Tensor, "4 rows tokens"], Pair]:
         r"""Measure each token, without a graph.
 
         Args:
             z: the point, ``(rows, *event)``.
             fz: the map there, ``(rows, *event)``.
             block: tokens whose norms are taken together with ``norm="row"``.
-            before: the measurement before, of the same rows. Default: there is none.
+            before: what the measurement before returned, of the same rows. Default: there is none.
 
         Returns:
             Of each token :math:`d`, :math:`s`, and the norms of the changes of :math:`z` and of
@@ -197,7 +201,7 @@ class Stop:
             if self.norm == "row" and block > 1:
                 blocks = numbers.unflatten(2, (-1, block)).norm(dim=-1, keepdim=True)
                 numbers = blocks.expand(-1, -1, -1, block).flatten(2)
-            return Measured(numbers, point, residual)
+            return numbers, Pair(point, residual)
 
     def judge(
         self, numbers: Numbers, limit: Numbers, fresh: Numbers, precision: float
@@ -205,7 +209,8 @@ class Stop:
         """Which tokens pass, and which have not diverged.
 
         Args:
-            numbers: of each token, as :meth:`measure` gives them.
+            numbers: of each token, as :meth:`measure` gives them. A token whose third number is 0
+                passes by its residual only.
             limit: the :math:`d` above which a token has diverged, one for all tokens of a row,
                 ``(rows, 1)``, because one token can grow to the size of another. It is
                 ``divergence`` times the largest of 1, :math:`d` and :math:`s` over the first
@@ -217,7 +222,7 @@ class Stop:
             Which tokens pass, which have not diverged, and the limit for the next measurement.
         """
         difference, scale, step, change = numbers
-        if isinstance(self.norm, Rule) and bool((difference < 0).any()):
+        if isinstance(self.norm, Rule) and bool((difference < -ROUNDED).any()):
             lowest = np.nanmin(difference)
             raise ValueError(
                 f"{type(self.norm).__name__}.residual must not be negative, got {lowest:.2e}"
@@ -230,9 +235,9 @@ class Stop:
             allowed = self.rtol * scale + self.atol
             # in float64, because the products of small numbers would be zero
             way = difference.astype(np.float64) * step
-            near = way <= NEAR * allowed.astype(np.float64) * change
+            near = (step == 0) | (way <= NEAR * allowed.astype(np.float64) * change)
             exact = difference <= ROUNDING * precision * scale
-            passed = (difference <= allowed) & (fresh | near | exact)
+            passed = (difference <= allowed) & (near | exact)
             return Judgement(passed & sound, sound, limit)
 
 

@@ -1,5 +1,6 @@
 """Windows of tokens that move on as their first tokens converge, and the loop of a sweep."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from deqseq.rows import check_rows, on_device, on_host, per_row, take
 from deqseq.solution import Solution, SolveStats, Status
 from deqseq.solvers.base import Solver
 from deqseq.step import Progress, evaluate, next_point, restarted, returned_value
-from deqseq.stop import Measured, Stop, relative
+from deqseq.stop import Pair, Stop, relative
 from deqseq.tokens import TokenArgs
 from deqseq.types import RowIndex, State
 
@@ -47,7 +48,7 @@ class Window:
         self.limit = np.zeros((rows, 1), dtype=np.float32)  # see Stop.judge
         self.first_size = np.zeros((rows, width), dtype=np.float32)
         self.passed = np.zeros((rows, width), dtype=bool)  # in the row's last measurement
-        self.before: Measured | None = None
+        self.before: Pair | None = None
 
     def measure(
         self, z: State, fz: State, block: int, rows: np.ndarray | None = None
@@ -56,16 +57,26 @@ class Window:
 
         Only the flagged ``rows``, by default all, keep the measurement for the next one.
         """
-        measured = self.stop.measure(z, fz, block, self.before)
-        numbers, self.precision = measured.numbers, torch.finfo(z.dtype).eps
+        numbers, pair = self.stop.measure(z, fz, block, self.before)
+        self.precision = torch.finfo(z.dtype).eps
         if self.before is not None and rows is not None and not rows.all():
             flags = per_row(on_device(rows, z.device), z)
-            point = torch.where(flags, measured.point, self.before.point)
-            residual = torch.where(flags, measured.residual, self.before.residual)
-            measured = Measured(numbers, point, residual)
+            pairs = zip(pair, self.before, strict=True)
+            pair = Pair(*(torch.where(flags, new, old) for new, old in pairs))
         if self.stop.has_tolerance:
-            self.before = measured
+            self.before = pair
         return numbers
+
+    def remembered(self, f: Callable[[State], tuple[State, Any]]) -> Callable[[State], Any]:
+        """``f`` whose last evaluation is the measurement before: for solvers with their own loop."""
+
+        def evaluated(z: State) -> tuple[State, Any]:
+            fz, aux = f(z)
+            with torch.no_grad():
+                self.before = Pair(z.clone(), fz - z)  # the solver may write into its point
+            return fz, aux
+
+        return evaluated
 
     def judge(
         self, numbers: np.ndarray, rows: np.ndarray | None = None
@@ -78,6 +89,9 @@ class Window:
         if rows is None:
             rows = np.ones(len(self.rows), dtype=bool)
         flags = rows[:, None]
+        if not self.solver.owns_loop:  # there is no measurement before
+            numbers = numbers.copy()
+            numbers[2] = np.where(self.fresh, 0, numbers[2])
         passed, sound, limit = self.stop.judge(numbers, self.limit, self.fresh, self.precision)
         if self.solver.combines:
             size = np.where(self.fresh, numbers[:2].max(axis=0), self.first_size)
@@ -105,9 +119,8 @@ class Window:
         self.moved_at = np.where(counts > 0, evaluations, self.moved_at)
         moved = on_device(source, device)
         if self.before is not None and self.width > 1:
-            numbers, point, residual = self.before
-            index = moved[..., None].expand_as(point)
-            self.before = Measured(numbers, point.gather(1, index), residual.gather(1, index))
+            index = moved[..., None].expand_as(self.before.point)
+            self.before = Pair(*(states.gather(1, index) for states in self.before))
         return moved
 
     def change(self, tokens: np.ndarray, evaluations: int) -> None:
@@ -122,9 +135,7 @@ class Window:
         self.limit, self.first_size = self.limit[stay], self.first_size[stay]
         self.passed = self.passed[stay]
         staying = on_device(np.flatnonzero(stay), device)
-        if self.before is not None:
-            numbers, point, residual = self.before
-            self.before = Measured(numbers, point[staying], residual[staying])
+        self.before = take(self.before, staying)
         return staying
 
 
@@ -285,7 +296,8 @@ def iterate_windows(problem: "Problem") -> Solution:
         swept.evaluations += 1
         return evaluate(problem.f, z, swept.tokens, has_aux=problem.has_aux)
 
-    z, memory = solver.begin(evaluated, swept.states(), stop)
+    begun = swept.window.remembered(evaluated)
+    z, memory = solver.begin(begun, swept.states(), stop)
     first = True
     while True:
         fz, aux = evaluated(z)
@@ -311,6 +323,6 @@ def iterate_windows(problem: "Problem") -> Solution:
         moved = np.flatnonzero(swept.window.moved_at == swept.evaluations)
         # where rows that have ended stay, a solver with a loop of its own solves them once more
         if len(moved) == len(z) or (solver.owns_loop and len(moved)):
-            z, memory = solver.begin(evaluated, z, stop)
+            z, memory = solver.begin(begun, z, stop)
         elif len(moved):
             memory = restarted(solver, memory, z, on_device(moved, swept.device))

@@ -213,3 +213,11 @@ class Logarithm(dq.Rule):
 def test_what_a_rule_does_is_looked_at(rule, words):
     with pytest.raises(ValueError, match=f"{type(rule).__name__}.residual {words}"):
         dq.solve(torch.cos, torch.zeros(1, 2), solver=dq.Naive(), stop=dq.Stop(norm=rule))
+
+
+def test_weights_that_are_gone_are_named_when_a_solve_is_explained():
+    lm = dq.load_example("parity")
+    output = lm(torch.ones(1, 3).long(), stop=dq.Stop(max_steps=1))
+    lm.to("meta")
+    with pytest.raises(ValueError, match="its weights are on meta"):
+        output.explain()

@@ -68,6 +68,10 @@ class ModelCall(Call):
                 f"explain() solves again with the model as it is now: {dtype}; the solve was in "
                 f"{x.dtype}"
             )
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise ValueError(
+                "explain() solves again with the model as it is now: its weights are on meta"
+            )
         fields: SolveFields = {} if start is None else {"start": start}
         solve = replace(self.solve, **changes)
         # each solve draws the same dropout masks and random starts, or the maps would differ

@@ -153,8 +153,13 @@ class ExternalSolver(Solver[None]):
     def begin(
         self, f: Callable[[State], tuple[State, Any]], z0: State, stop: Stop
     ) -> tuple[State, None]:
-        before = versions(z0)
-        z, name = self.run(lambda z: f(z)[0], z0, stop), f"{type(self).__name__}.run"
+        before, name = versions(z0), f"{type(self).__name__}.run"
+
+        def evaluated(z: State) -> State:
+            check_like(f"the argument of f in {name}", z, z0, "z0")
+            return f(z)[0]
+
+        z = self.run(evaluated, z0, stop)
         check_like(name, z, z0, "z0")
         if versions(z0) != before:
             raise ValueError(f"{name} must not change z0 in place: it may be the caller's")

@@ -87,3 +87,24 @@ def test_every_block_of_a_longer_row_is_solved():
         output = model(x, mask=mask, return_cache=True)
     assert output.converged.all()
     assert torch.allclose(output.value[1], model.backbone.solution(x)[1], atol=1e-5)
+
+
+def test_drift_in_a_loop_of_another_library_has_not_converged():
+    """The last evaluation there and the one here are told apart."""
+    stop = Stop(rtol=0.1, max_steps=50)
+    with pytest.warns(dq.ConvergenceWarning):
+        drifting = dq.solve(lambda z: z + 1, torch.zeros(1, 1), solver=Outside(100), stop=stop)
+    assert drifting.stats.residual.item() < 0.1
+    assert not drifting.converged.any()
+    settled = dq.solve(lambda z: z / 2 + 1, torch.zeros(1, 1), solver=Outside(100), stop=stop)
+    assert settled.converged.all()
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_point_unlike_the_start_is_refused_before_the_map_sees_it():
+    class Flat(dq.ExternalSolver):
+        def run(self, f, z0, stop):
+            return f(z0.flatten()).reshape(z0.shape)
+
+    with pytest.raises(ValueError, match=r"the argument of f in Flat\.run must keep the shape"):
+        dq.solve(torch.cos, torch.zeros(2, 3), solver=Flat(), stop=Stop())
