@@ -68,7 +68,7 @@ class Window:
         return numbers
 
     def remembered(self, f: Callable[[State], tuple[State, Any]]) -> Callable[[State], Any]:
-        """``f`` whose last evaluation is the measurement before: for solvers with their own loop."""
+        """``f`` whose last evaluation is the one before the next measurement."""
 
         def evaluated(z: State) -> tuple[State, Any]:
             fz, aux = f(z)
