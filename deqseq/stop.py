@@ -175,70 +175,76 @@ class Stop:
 
     def measure(
         self, z: State, fz: State, block: int, before: Pair | None = None
-    ) -> tuple[Float[Tensor, "4 rows tokens"], Pair]:
+    ) -> tuple[Float[Tensor, "numbers rows tokens"], Pair]:
         r"""Measure each token, without a graph.
 
         Args:
             z: the point, ``(rows, *event)``.
             fz: the map there, ``(rows, *event)``.
             block: tokens whose norms are taken together with ``norm="row"``.
-            before: what the measurement before returned, of the same rows. Default: there is none.
+            before: the pair of the measurement before, of the same rows. Default: there is none.
 
         Returns:
-            Of each token :math:`d`, :math:`s`, and the norms of the changes of :math:`z` and of
-            :math:`r = f(z) - z` since the measurement before (0 if there is none); :math:`z` and
-            :math:`r`.
+            Of each token :math:`d` and :math:`s`; with a measurement before, also the norms of the
+            changes of :math:`z` and of :math:`f(z) - z` since then. And the pair for the next one.
         """
         with torch.no_grad():
-            point, residual = z.detach(), fz - z
-            sizes = token_norms(residual), token_norms(fz)
-            if isinstance(self.norm, Rule):
-                sizes = _measured(self.norm, z, fz)
-            changes = torch.zeros_like(sizes[0]), torch.zeros_like(sizes[0])
+            pair = Pair(z.detach(), fz - z)
+            states = [pair.residual, fz]
             if before is not None:
-                changes = token_norms(point - before.point), token_norms(residual - before.residual)
-            numbers = torch.stack([*sizes, *changes])
-            if self.norm == "row" and block > 1:
+                states += [z - before.point, pair.residual - before.residual]
+            # one operation for all of them, because small ones cost as much as large ones
+            numbers = token_norms(torch.stack(states).flatten(0, 1))
+            numbers = numbers.unflatten(0, (len(states), len(z)))
+            if isinstance(self.norm, Rule):
+                numbers = torch.cat([torch.stack(_measured(self.norm, z, fz)), numbers[2:]])
+            elif self.norm == "row" and block > 1:
                 blocks = numbers.unflatten(2, (-1, block)).norm(dim=-1, keepdim=True)
                 numbers = blocks.expand(-1, -1, -1, block).flatten(2)
-            return numbers, Pair(point, residual)
+            return numbers, pair
 
-    def judge(
-        self, numbers: Numbers, limit: Numbers, fresh: Numbers, precision: float
-    ) -> Judgement:
-        """Which tokens pass, and which have not diverged.
+    def judge(self, numbers: Numbers, limit: Numbers, fresh: Numbers) -> Judgement:
+        """Which tokens pass by their residual, and which have not diverged.
 
         Args:
-            numbers: of each token, as :meth:`measure` gives them. A token whose third number is 0
-                passes by its residual only.
+            numbers: what :meth:`measure` gives, :math:`d` and :math:`s` first.
             limit: the :math:`d` above which a token has diverged, one for all tokens of a row,
                 ``(rows, 1)``, because one token can grow to the size of another. It is
                 ``divergence`` times the largest of 1, :math:`d` and :math:`s` over the first
                 measurements of the row's tokens.
             fresh: True at tokens that are measured for the first time.
-            precision: the unit of precision of the state.
 
         Returns:
             Which tokens pass, which have not diverged, and the limit for the next measurement.
         """
-        difference, scale, step, change = numbers
+        difference, scale = numbers[:2]
         if isinstance(self.norm, Rule) and bool((difference < -ROUNDED).any()):
             lowest = np.nanmin(difference)
             raise ValueError(
                 f"{type(self.norm).__name__}.residual must not be negative, got {lowest:.2e}"
             )
         with np.errstate(all="ignore"):
-            reference = np.maximum(difference, scale).clip(min=1)
-            new_limit = np.where(fresh & (reference < math.inf), self.divergence * reference, 0)
-            limit = np.maximum(limit, new_limit.max(axis=1, keepdims=True).clip(max=LARGEST))
+            if fresh.any():
+                reference = np.maximum(difference, scale).clip(min=1)
+                new_limit = np.where(fresh & (reference < math.inf), self.divergence * reference, 0)
+                limit = np.maximum(limit, new_limit.max(axis=1, keepdims=True).clip(max=LARGEST))
             sound = (difference <= limit) & (scale < math.inf)
-            allowed = self.rtol * scale + self.atol
-            # in float64, because the products of small numbers would be zero
-            way = difference.astype(np.float64) * step
-            near = (step == 0) | (way <= NEAR * allowed.astype(np.float64) * change)
-            exact = difference <= ROUNDING * precision * scale
-            passed = (difference <= allowed) & (near | exact)
-            return Judgement(passed & sound, sound, limit)
+            passed = (difference <= self.rtol * scale + self.atol) & sound
+            return Judgement(passed, sound, limit)
+
+    def near(self, numbers: Numbers, precision: float) -> Numbers:
+        """Of which tokens the secant meets zero nearby, or the residual is lost in rounding.
+
+        Args:
+            numbers: all four that :meth:`measure` gives.
+            precision: the unit of precision of the state.
+        """
+        difference, scale, step, change = numbers
+        with np.errstate(all="ignore"):
+            # divided first, because the products of small numbers would be zero
+            share = difference / (self.rtol * scale + self.atol)
+            rounded = difference <= ROUNDING * precision * scale
+            return (share * step <= NEAR * change) | rounded
 
 
 def _measured(rule: Rule, z: State, fz: State) -> tuple[Residual, Residual]:

@@ -52,13 +52,12 @@ class Window:
 
     def measure(
         self, z: State, fz: State, block: int, rows: np.ndarray | None = None
-    ) -> Float[Tensor, "4 rows width"]:
+    ) -> Float[Tensor, "numbers rows width"]:
         """The numbers of :meth:`Stop.measure`.
 
         Only the flagged ``rows``, by default all, keep the measurement for the next one.
         """
         numbers, pair = self.stop.measure(z, fz, block, self.before)
-        self.precision = torch.finfo(z.dtype).eps
         if self.before is not None and rows is not None and not rows.all():
             flags = per_row(on_device(rows, z.device), z)
             pairs = zip(pair, self.before, strict=True)
@@ -79,20 +78,21 @@ class Window:
         return evaluated
 
     def judge(
-        self, numbers: np.ndarray, rows: np.ndarray | None = None
+        self, numbers: np.ndarray, precision: float, rows: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Which tokens pass, and which have not diverged, each ``(rows, width)``.
 
         Only the flagged ``rows``, by default all, take anything in, so that no row depends on
-        another one.
+        another one. ``precision`` is that of the state.
         """
         if rows is None:
             rows = np.ones(len(self.rows), dtype=bool)
         flags = rows[:, None]
-        if not self.solver.owns_loop:  # there is no measurement before
-            numbers = numbers.copy()
-            numbers[2] = np.where(self.fresh, 0, numbers[2])
-        passed, sound, limit = self.stop.judge(numbers, self.limit, self.fresh, self.precision)
+        passed, sound, limit = self.stop.judge(numbers, self.limit, self.fresh)
+        # a solver with a loop of its own has remembered its last evaluation
+        is_first = np.zeros_like(self.fresh) if self.solver.owns_loop else self.fresh
+        if len(numbers) == 4 and (passed & ~is_first).any():
+            passed = passed & (is_first | self.stop.near(numbers, precision))
         if self.solver.combines:
             size = np.where(self.fresh, numbers[:2].max(axis=0), self.first_size)
             passed = passed & (numbers[1] <= GROWTH * size)
@@ -100,14 +100,15 @@ class Window:
             self.first_size = np.where(flags, size, self.first_size)
             self.passed = np.where(flags, passed, self.passed)
             passed = confirmed
-        self.limit = np.where(flags, limit, self.limit)
+        if limit is not self.limit:
+            self.limit = np.where(flags, limit, self.limit)
         self.fresh = self.fresh & ~flags
         return passed, sound
 
-    def move(self, counts: np.ndarray, evaluations: int, device: torch.device) -> Tensor:
+    def move(self, counts: np.ndarray, evaluations: int) -> np.ndarray:
         """Leave the first ``counts`` tokens of each row; where each token of a window was before.
 
-        A token that enters has the place of the last one.
+        A token that enters has the place of the last one. :meth:`shift` follows.
         """
         places = counts[:, None] + np.arange(self.width)
         source = np.minimum(places, self.width - 1)
@@ -117,11 +118,13 @@ class Window:
         self.known_since = np.take_along_axis(self.known_since, source, axis=1)
         self.change(places >= self.width, evaluations)
         self.moved_at = np.where(counts > 0, evaluations, self.moved_at)
-        moved = on_device(source, device)
-        if self.before is not None and self.width > 1:
-            index = moved[..., None].expand_as(self.before.point)
+        return source
+
+    def shift(self, source: Tensor) -> None:
+        """Move the last measurement of each token along, from its place ``source``."""
+        if self.before is not None:
+            index = source[..., None].expand_as(self.before.point)
             self.before = Pair(*(states.gather(1, index) for states in self.before))
-        return moved
 
     def change(self, tokens: np.ndarray, evaluations: int) -> None:
         """Forget what is known of ``tokens``, ``(rows, width)``, whose input is new."""
@@ -194,7 +197,7 @@ class Swept:
             return False
         numbers = on_host(window.measure(z, fz, self.block, due | new))
         self.numbers[:, *self.at] = numbers[:2]
-        passed, sound = window.judge(numbers, due | new)
+        passed, sound = window.judge(numbers, torch.finfo(z.dtype).eps, due | new)
         if not due.any():
             return False
         sound = sound.all(axis=1)
@@ -223,7 +226,9 @@ class Swept:
         after = np.where(self.diverged, self.lengths[rows], self.first[rows] + self.leaving)
         self.first[rows] = after
         self.work[rows] = self.evaluations * window.width
-        window.move(self.leaving, self.evaluations, self.device)
+        source = window.move(self.leaving, self.evaluations)
+        if ((self.leaving > 0) & (self.leaving < window.width)).any():  # some tokens stay
+            window.shift(on_device(source, self.device))
         stay, staying = self.running[rows], None
         if not self.returns_cache and 4 * (~stay).sum() >= len(rows):
             staying = window.keep(stay, self.device)

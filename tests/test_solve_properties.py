@@ -74,7 +74,7 @@ def one_row(f, z0, solver, stop):
             if point is not None:
                 way = norms(z - point, stop.norm)
                 change = norms(fz - z - residual_there, stop.norm)
-                near = difference * way <= 100 * (stop.rtol * size + stop.atol) * change
+                near = difference / (stop.rtol * size + stop.atol) * way <= 100 * change
                 near = near | (difference <= 8 * torch.finfo(size.dtype).eps * size)
             if stop.has_tolerance:
                 point, residual_there = z, fz - z

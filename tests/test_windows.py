@@ -116,7 +116,7 @@ def one_row(x, block, window, stop, solver):
                 limit = max(limit, stop.divergence * size_of_token)
             first_size[here] = torch.where(fresh, d.maximum(s), first_size[here])
             allowed = stop.atol + stop.rtol * s
-            near = fresh | (d * way <= 100 * allowed * change) | (d <= 8 * EPS * s)
+            near = fresh | (d / allowed * way <= 100 * change) | (d <= 8 * EPS * s)
             passed = (d <= allowed) & near
             if solver.combines:
                 passed = passed & (s <= 1e4 * first_size[here])

@@ -267,7 +267,7 @@ def _ritz_values(
 
 def _residual(z: State, fz: State) -> Float[Tensor, " batch"]:
     """The largest relative residual of each row's tokens."""
-    return relative(Stop().measure(z, fz, 1)[0][:2]).amax(dim=1).cpu()
+    return relative(Stop().measure(z, fz, 1)[0]).amax(dim=1).cpu()
 
 
 def _largest_token(numbers: Tensor) -> Tensor:

@@ -141,8 +141,9 @@ class InWindow:
 
     def judge(self, report: np.ndarray, inputs_are_right: np.ndarray) -> Verdict:
         bits = report.astype(f"i{self._itemsize}")
-        numbers = bits.view(f"f{self._itemsize}").reshape(len(report), 4, self.width)
-        passed, self._sound = self._window.judge(numbers.swapaxes(0, 1))
+        numbers = bits.view(f"f{self._itemsize}").reshape(len(report), -1, self.width)
+        precision = torch.finfo(self._latest.point.dtype).eps
+        passed, self._sound = self._window.judge(numbers.swapaxes(0, 1), precision)
         self._window.fresh |= ~self._sound  # a token that diverged, on a wrong guess, begins again
         counts = np.logical_and.accumulate(passed & inputs_are_right, axis=1).sum(axis=1)
         age = self.evaluations - self._window.moved_at
@@ -160,7 +161,8 @@ class InWindow:
         if counts.any():
             after = self._model.commit(self.cache, now, on_device(counts, device))
             self.cache = after.reserve(self.width)
-            source = window.move(counts, self.evaluations, device)
+            source = on_device(window.move(counts, self.evaluations), device)
+            window.shift(source)
             z = z.gather(1, source[..., None].expand_as(z))
         window.change(changed, self.evaluations)
         if not stay.all():
