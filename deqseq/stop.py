@@ -190,12 +190,11 @@ class Stop:
         """
         with torch.no_grad():
             pair = Pair(z.detach(), fz - z)
-            states = [pair.residual, fz]
+            norms = [token_norms(pair.residual), token_norms(fz)]
             if before is not None:
-                states += [z - before.point, pair.residual - before.residual]
-            # one operation for all of them, because small ones cost as much as large ones
-            numbers = token_norms(torch.stack(states).flatten(0, 1))
-            numbers = numbers.unflatten(0, (len(states), len(z)))
+                norms.append(token_norms(z - before.point))
+                norms.append(token_norms(pair.residual - before.residual))
+            numbers = torch.stack(norms)
             if isinstance(self.norm, Rule):
                 numbers = torch.cat([torch.stack(_measured(self.norm, z, fz)), numbers[2:]])
             elif self.norm == "row" and block > 1:

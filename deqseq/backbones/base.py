@@ -5,14 +5,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from deqseq.arguments import check_type
+from deqseq.arguments import Within, check_type
 from deqseq.layers import RMSNorm, apply_weight_norm, dropout_mask
 from deqseq.layers.weight_norm import has_weight_norm
 from deqseq.rows import take, tensors_of
@@ -242,6 +242,9 @@ class Backbone(nn.Module, ABC, Generic[C]):
         return {**self.__dict__, "_compiled": None, "_compiled_call_impl": None}
 
 
+SkipScale = Annotated[float, Within("(0, 1]")]
+
+
 class BlockStack(Backbone[C]):
     """Equal blocks and one projection of the input, which enters all of them."""
 
@@ -256,6 +259,11 @@ class BlockStack(Backbone[C]):
         self.injection = nn.Linear(config.d_model, width) if config.injection else None
         if config.weight_norm:
             apply_weight_norm(self)
+
+    def entering(self, z: Sequence) -> Sequence:
+        """The state as it enters the first block."""
+        scale = self.config.skip_scale
+        return z if scale == 1 else z * scale
 
     def prepared(self, x: Sequence) -> Inputs:
         """The injection and the dropout masks of a solve."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deqseq.arguments import PositiveFloat, PositiveInt, Probability, checked
-from deqseq.backbones.base import BlockStack, Cache, Inputs, check_cache
+from deqseq.backbones.base import BlockStack, Cache, Inputs, SkipScale, check_cache
 from deqseq.layers import (
     Attention,
     LlamaBlock,
@@ -52,6 +52,9 @@ class LlamaConfig:
         weight_norm: whether linear maps are weight-normalised, as in the paper.
         injection: whether the input enters every layer; without, it serves explicit models,
             ``start="input"``, and :class:`Injected`, which adds the input to the state.
+        skip_scale: in (0, 1]: the state is multiplied by it before the first block. The norm of a
+            branch does not see it; the residual path carries less of the state, and the iteration
+            converges faster. The paper has 1.
 
     Raises:
         TypeError, ValueError: names the field, what it got and what it wants.
@@ -78,6 +81,7 @@ class LlamaConfig:
     dropout: Probability = 0.0
     weight_norm: bool = True
     injection: bool = True
+    skip_scale: SkipScale = 1.0
 
     def __post_init__(self) -> None:
         if self.headdim is None and self.d_model % self.n_heads:
@@ -241,7 +245,10 @@ class Llama(BlockStack[LlamaCache]):
     With the switches of its configuration these are also the blocks of OLMo 2, Ouro and Huginn.
 
     .. math:: u = W_u\, \mathrm{RMSNorm}(x) + b_u, \qquad
-              f(z) = \mathrm{RMSNorm}(\mathrm{block}_n(\ldots \mathrm{block}_1(z, u) \ldots, u))
+              f(z) = \mathrm{RMSNorm}(\mathrm{block}_n(\ldots \mathrm{block}_1(\alpha z, u) \ldots,
+              u))
+
+    with :math:`\alpha` = ``skip_scale``.
 
     Parameters are named as in the public Llama models: ``layers.0.self_attn.q_proj.weight``,
     ``norm.weight``.
@@ -316,6 +323,7 @@ class Llama(BlockStack[LlamaCache]):
 
     def _stack(self, z, injected, tables, past, dropout, attention_mask):
         """All blocks and the final norm, from tensors to tensors."""
+        z = self.entering(z)
         key_values = []
         for i, block in enumerate(self.layers):
             layer_past = past[i] if past else None

@@ -14,7 +14,7 @@ from deqseq.arguments import (
     StepBounds,
     checked,
 )
-from deqseq.backbones.base import BlockStack, Cache, Inputs, check_cache
+from deqseq.backbones.base import BlockStack, Cache, Inputs, SkipScale, check_cache
 from deqseq.layers import Mamba2Block, Mamba2Mixer, RMSNorm
 from deqseq.layers.mamba2_mixer import MixerAux, MixerState, check_groups
 from deqseq.ops import Backend, fused
@@ -43,6 +43,9 @@ class Mamba2Config:
         weight_norm: whether linear maps and convolutions are weight-normalised, as in the paper.
         injection: whether the input enters every layer; without, it serves explicit models,
             ``start="input"``, and :class:`Injected`, which adds the input to the state.
+        skip_scale: in (0, 1]: the state is multiplied by it before the first block. The norm of a
+            branch does not see it; the residual path carries less of the state, and the iteration
+            converges faster. The paper has 1.
         backend: implementation of convolutions and scans, a :data:`deqseq.ops.Backend`.
 
     Raises:
@@ -67,6 +70,7 @@ class Mamba2Config:
     dropout: Probability = 0.0
     weight_norm: bool = True
     injection: bool = True
+    skip_scale: SkipScale = 1.0
     backend: Backend = "auto"
 
     def __post_init__(self) -> None:
@@ -91,7 +95,10 @@ class Mamba2(BlockStack[Mamba2Cache]):
     r"""Mamba2 blocks and a final norm; the injection enters every mixer at ``in_proj``'s output.
 
     .. math:: u = W_u\, \mathrm{RMSNorm}(x) + b_u, \qquad
-              f(z) = \mathrm{RMSNorm}(\mathrm{block}_n(\ldots \mathrm{block}_1(z, u) \ldots, u))
+              f(z) = \mathrm{RMSNorm}(\mathrm{block}_n(\ldots \mathrm{block}_1(\alpha z, u) \ldots,
+              u))
+
+    with :math:`\alpha` = ``skip_scale``.
 
     Args:
         config: sizes and switches.
@@ -153,6 +160,7 @@ class Mamba2(BlockStack[Mamba2Cache]):
 
     def _stack(self, z, injected, states, dropout, need_aux: bool, backend: Backend):
         """All blocks and the final norm, from tensors to tensors."""
+        z = self.entering(z)
         auxes = []
         for i, block in enumerate(self.layers):
             state = states[i] if states else None

@@ -13,9 +13,10 @@ from deqseq.types import RowIndex, State
 
 # the least change of a residual along itself, in its squared norm, that a step is computed from
 FLAT = 1e-6
-RISE, LEAST = 1.15, 0.05  # how much the limit of a row grows, and its lower bound
+LOWEST, HIGHEST, RISE = 0.05, 3.0, 1.15  # bounds of a row's limit, and how much it grows
 PATIENCE = 5  # iterations between two checks of a row's progress
 PROGRESS = 0.01  # the least progress between them: one token's residual loses 1 %
+AT_START = HIGHEST, torch.inf, PATIENCE  # a row's limit, level and age
 
 
 class AdaptiveMemory(NamedTuple):
@@ -35,7 +36,7 @@ class AdaptiveMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class Adaptive(Solver[AdaptiveMemory]):
-    r"""Relaxed iteration that finds the damping of every token on the way.
+    r"""Relaxed iteration that finds the step of every token on the way, from .05 to 3.
 
     .. math:: z_t \leftarrow z_t + \tau_t\, r_t, \qquad r = f(z) - z, \qquad
               \tau_t \leftarrow \min\left(\ell,\;
@@ -43,16 +44,17 @@ class Adaptive(Solver[AdaptiveMemory]):
 
     for token :math:`t`, with its residual :math:`r^-` of the iteration before. :math:`\tau` times
     the fraction is the step of Barzilai and Borwein: where the residual reverses, as in a limit
-    cycle, it becomes shorter at once. Where the residual has grown along the last one, or there was
-    none, the step is :math:`\ell`.
+    cycle, it becomes shorter at once; where the residual falls slowly in one direction, as in a
+    model with a residual path, it becomes longer than that of plain iteration. The first step is 1.
+    Where the residual has grown along the last one, the step is :math:`\ell`.
 
-    The limit :math:`\ell` of a row starts at 1. At every fifth iteration it grows by 15 % if the
+    The limit :math:`\ell` of a row starts at 3. At every fifth iteration it grows by 15 % if the
     row's residual is lower than it was five iterations before. If not, as in a map that rotates and
     expands, it falls to the damping that would have made the last residual shortest,
 
     .. math:: \tau_t\, \frac{\langle r_t^-,\; r_t^- - r_t \rangle}{\lVert r_t^- - r_t \rVert^2},
 
-    where that is lower. It stays in [0.05, 1]. The residual of a row and that damping are geometric
+    where that is lower. It stays in [0.05, 3]. The residual of a row and that damping are geometric
     means over the tokens: in a causal model tokens settle from left to right, and the row makes
     progress while some of them do.
 
@@ -75,32 +77,30 @@ class Adaptive(Solver[AdaptiveMemory]):
 
     def init(self, z0: State) -> AdaptiveMemory:
         ones = torch.ones_like(token_norms(z0.detach()))
-        limit = ones[:, :1]
-        level, age = torch.full_like(limit, torch.inf), torch.full_like(limit, PATIENCE)
+        limit, level, age = (torch.full_like(ones[:, :1], value) for value in AT_START)
         return AdaptiveMemory(torch.zeros_like(z0), ones, ones, limit, level, age)
 
     def restart(self, state: AdaptiveMemory, z: State, rows: RowIndex) -> AdaptiveMemory:
-        first = (0, 1, 1, 1, torch.inf, PATIENCE)  # as in `init`
-        pairs = zip(state, first, strict=True)
+        pairs = zip(state, (0, 1, 1, *AT_START), strict=True)
         return AdaptiveMemory(*(x.index_fill(0, rows, value) for x, value in pairs))
 
     def step(self, z: State, fz: State, state: AdaptiveMemory) -> tuple[State, AdaptiveMemory]:
         residual = fz - z
         square, product = _products(residual, residual), _products(state.residual, residual)
-        shrunk, least = state.square - product, FLAT * state.square
-        turned, due = shrunk.maximum(least), state.age >= PATIENCE
+        fall, least = state.square - product, FLAT * state.square
+        positive, due = fall.maximum(least), state.age >= PATIENCE
         limit, level, age = state.limit, state.level, state.age + 1
         if not z.is_cpu or bool(due.any()):  # on a GPU reading it would wait for the device
-            changed = (shrunk + square - product).maximum(least)
+            changed = (fall + square - product).maximum(least)
             # where the residual has grown along the last one, no damping makes it shorter
-            shortest = torch.where(shrunk > 0, state.damping * turned / changed, 1)
+            shortest = torch.where(fall > 0, state.damping * positive / changed, 1)
             fallen = shortest.clamp(FLAT, 1).log().mean(dim=1, keepdim=True).exp().minimum(limit)
             new_level = _level(square.detach(), fz.detach())
             progress = new_level < level - PROGRESS / square.shape[1]
-            moved = torch.where(progress, limit * RISE, fallen).clamp(LEAST, 1)
+            moved = torch.where(progress, limit * RISE, fallen).clamp(LOWEST, HIGHEST)
             limit, level = torch.where(due, moved, limit), torch.where(due, new_level, level)
             age = torch.where(due, 1, age)
-        damping = (state.damping * state.square / turned).minimum(limit)
+        damping = (state.damping * state.square / positive).minimum(limit)
         weight = damping.to(z.dtype).reshape(z.shape if z.ndim == 1 else (*z.shape[:-1], 1))
         square = square.clamp_min(torch.finfo(square.dtype).tiny)
         memory = AdaptiveMemory(residual, square, damping, limit, level, age)

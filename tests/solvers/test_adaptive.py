@@ -30,10 +30,12 @@ def limits_after(residuals, limit=1.0):
 class TestAdaptive(SolverContract):
     solver = Adaptive()
 
-    @pytest.mark.parametrize("gains", [(-0.5, -1.0), (-3.0, 0.0), (-0.9, -20.0)])
+    @pytest.mark.parametrize(
+        "gains", [(-0.5, -1.0), (-3.0, 0.0), (-0.9, -20.0), (0.5, 0.6), (-2.0, 0.66)]
+    )
     @pytest.mark.parametrize("each", ["row", "token"])
-    def test_one_step_finds_the_damping_of_a_map_that_turns_back(self, gains, each):
-        """With f(z) = a - g z the right damping is 1 / (1 + g): two evaluations to see it, one that
+    def test_one_step_finds_the_damping_of_a_map_that_turns_back_or_creeps(self, gains, each):
+        """With f(z) = a + g z the right damping is 1 / (1 - g): two evaluations to see it, one that
         lands.
         """
         gain = torch.tensor(gains, dtype=torch.float64)
@@ -45,12 +47,13 @@ class TestAdaptive(SolverContract):
         assert solution.stats.evaluations == 3
         torch.testing.assert_close(solution.value, offset / (1 - gain), rtol=1e-12, atol=0)
 
-    def test_is_plain_iteration_where_residuals_keep_their_direction(self):
+    def test_takes_less_than_half_of_plain_iteration_where_residuals_keep_their_direction(self):
         f = Affine(symmetric(torch.linspace(0.1, 0.95, 4)), affine().bias)
         z0 = torch.ones(3, 4, dtype=torch.float64)
         stop = Stop(rtol=1e-10, max_steps=900)
         adaptive, plain = (solve(f, z0, solver=s, stop=stop) for s in (Adaptive(), Naive()))
-        assert_same_rows(adaptive, slice(None), plain)
+        assert (2 * adaptive.stats.iterations < plain.stats.iterations).all()
+        torch.testing.assert_close(adaptive.value, f.fixed_point(), rtol=1e-8, atol=0)
 
     @pytest.mark.parametrize("make", [affine, tanh_contraction])
     @pytest.mark.parametrize("dim", [4, 64])
@@ -103,7 +106,7 @@ class TestAdaptive(SolverContract):
             z, state = Adaptive().step(z, gain * turned + offset, state)
             limits.append(state.limit[:, 0])
         fallen = 1 / (1 + 1.5**2)
-        expected = torch.tensor([[1.0, 1.0, 1.0]] * 5 + [[fallen, 0.05, 1.0]] * 3).double()
+        expected = torch.tensor([[3.0, 3.0, 3.0]] * 5 + [[fallen, 0.05, 3.0]] * 3).double()
         torch.testing.assert_close(torch.stack(limits), expected, rtol=1e-5, atol=0)
 
     def test_the_limit_of_a_row_is_reconsidered_at_every_fifth_iteration(self):
