@@ -49,7 +49,7 @@ class TestLlamaOfHuginn(BackboneContract):
 
 
 class TestMamba2(BackboneContract):
-    backbone = contractive_mamba2(n_groups=2, mlp_width=6)
+    backbone = contractive_mamba2(n_groups=2, mlp_width=6, skip_scale=0.5)
 
 
 class TestLlama(BackboneContract):
@@ -106,6 +106,16 @@ def test_an_injection_that_does_not_fit_is_named(make):
     for injection in (dq.ConcatInjection(16), dq.DecayInjection(1)):
         with pytest.raises(ValueError, match=r"Injected\.injection must have .*d_model, 8, got"):
             dq.Injected(make(injection=False), injection)
+
+
+@BOTH
+def test_skip_scale_multiplies_the_state_as_it_enters(make):
+    x, z = randn(2, 5, 8), randn(2, 5, 8, seed=1)
+    whole, weak = make(), make(skip_scale=0.25)
+    expected = whole(0.25 * z, whole.prepare(x))[0]
+    torch.testing.assert_close(weak(z, weak.prepare(x))[0], expected, rtol=1e-12, atol=0)
+    with pytest.raises(ValueError, match=r"Config\.skip_scale must be a number in \(0, 1\], got 0"):
+        make(skip_scale=0)
 
 
 @BOTH

@@ -11,7 +11,6 @@ from deqseq import Adaptive, Naive, Relaxed, Simultaneous, Sliding, Stop, load_e
 from deqseq.tasks import WordProblem, generators, parse_group
 from deqseq.testing import SolverContract
 from deqseq.testing.problems import Affine, affine, symmetric
-from deqseq.testing.solvers import assert_same_rows
 
 
 def limits_after(residuals, limit=1.0):

@@ -40,7 +40,7 @@ class Stack(nn.Module):
         blocks = [Block(layers, config, numbers, steps) for _ in range(layers.n_layers)]
         self.layers = nn.ModuleList(blocks)
         self.norm = RMSNorm(layers.d_model, layers.norm_eps) if layers.final_norm else nn.Identity()
-        self.inside: bool = layers.injection
+        self.inside, self.skip_scale = layers.injection, layers.skip_scale
         self.injection: Any = None
         if self.inside:
             self.injection_norm: Any = RMSNorm(layers.d_model, layers.norm_eps)
@@ -63,6 +63,7 @@ class Stack(nn.Module):
         injected = prepared if self.inside else None
         if prepared is not None and not self.inside:
             z = self.injection.enter(z, prepared)
+        z = z * self.skip_scale
         for layer in self.layers:
             z = layer(positions, z, injected, step)
         return self.norm(z)

@@ -9,7 +9,7 @@ Json = Mapping[str, Any]
 LLAMA = {
     *("name", "d_model", "n_layers", "n_heads", "n_kv_heads", "headdim", "mlp_width", "rope_theta"),
     *("rope_scaling", "norm_eps", "norms", "qk_norm", "qk_bias", "final_norm", "float32_rotary"),
-    *("dropout", "weight_norm", "injection"),
+    *("dropout", "weight_norm", "injection", "skip_scale"),
 }
 """Fields of a LlamaConfig that are read here or change nothing; others are of a later deqseq."""
 FAMILIES = ("llama", "mistral", "olmo2", "qwen2", "qwen3")
@@ -39,6 +39,7 @@ class Layers:
     o_bias: bool
     rope: Json
     injection: bool = False
+    skip_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,7 @@ def _layers(name: str, config: Json) -> Layers | None:
         o_bias=False,
         rope=rope,
         injection=part["injection"] and iterated and config["injection"] is None,
+        skip_scale=part.get("skip_scale", 1.0),
     )
 
 

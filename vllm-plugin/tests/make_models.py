@@ -97,7 +97,7 @@ def models() -> dict[str, dq.CausalLM]:
     inner = llama(2, **bare, **closed, final_norm=False)
     concat, stretched = retrofitted("llama"), dq.layers.RotaryScaling(original_length=64)
     return {
-        "implicit": implicit(),
+        "implicit": implicit(backbone=llama(skip_scale=0.25)),
         "implicit-add": implicit(
             replace(NAIVE, start="input"),
             backbone=llama(2, **bare, rope_scaling=stretched),
