@@ -294,6 +294,108 @@ def test_a_token_that_was_not_finite_can_pass_later():
     assert counts == [1, 2, 2]
 
 
+class Told:
+    """A model whose evaluations are told: points and values of tokens of one number."""
+
+    def __init__(self):
+        self.starts = []
+
+    def evaluate(self, x, cache, start, iterations):
+        self.starts.append(start)
+        return Evaluation(self.point, self.value, self.value, None)
+
+    def commit(self, cache, evaluation, counts):
+        return cache
+
+
+def decoding(solver, rows=1):
+    """A window of two tokens, and what it says when their points and values are told."""
+    model, cache = Told(), Last(torch.zeros(rows, 1))
+    decoder = InWindow(model, solver, dq.Stop(rtol=0.1), "zero", cache, rows, 2)
+
+    def told(point, value):
+        model.point, model.value = (torch.tensor(x)[..., None] for x in (point, value))
+        _, report = decoder.evaluate(torch.zeros(rows, 2, 1))
+        return decoder.judge(report.numpy(), np.ones((rows, 2), dtype=bool))
+
+    return model, decoder, told
+
+
+def flags(*rows):
+    return np.array(rows, dtype=bool)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_token_that_moves_in_a_decoding_window_is_compared_with_itself():
+    """It drifts: from 5 to 20 its residual stays 1. That of the token before it was 0."""
+    _, decoder, told = decoding(dq.Naive())
+    assert told([[1.0, 5.0]], [[1.0, 6.0]]).counts == [1]
+    decoder.move(np.array([1]), flags([False, True]), flags(True))
+    assert told([[20.0, 0.0]], [[21.0, 1.0]]).counts == [0]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_token_whose_input_changes_is_measured_and_counted_afresh():
+    _, decoder, told = decoding(dq.Naive())
+    assert told([[1.0, 5.0]], [[1.5, 6.0]]).counts == [0]
+    decoder.move(np.array([0]), flags([False, True]), flags(True))
+    verdict = told([[1.5, 20.0]], [[1.5, 21.0]])
+    assert verdict.counts == [2]
+    assert verdict.iterations.tolist() == [[2, 1]]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_token_that_diverges_in_a_decoding_window_begins_again_at_zero():
+    model, decoder, told = decoding(dq.Naive())
+    for _ in range(2):
+        told([[1.0, 3.0]], [[1.5, math.nan]])
+        decoder.move(np.array([0]), flags([False, False]), flags(True))
+    assert model.starts[1].flatten().tolist() == [1.5, 0.0]
+
+
+@dataclass(frozen=True)
+class Restarting(dq.Solver[torch.Tensor]):
+    """Notes which rows begin afresh."""
+
+    rows: list
+
+    def init(self, z0):
+        return torch.zeros(len(z0))
+
+    def step(self, z, fz, state):
+        return fz, state + 1
+
+    def restart(self, state, z, rows):
+        self.rows.extend(rows.tolist())
+        return super().restart(state, z, rows)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_the_rows_that_begin_afresh_are_found_where_others_have_left():
+    solver = Restarting([])
+    _, decoder, told = decoding(solver, rows=3)
+    told([[1.0, 5.0]] * 3, [[1.0, 6.0]] * 3)
+    changed = flags([False, True], [False, False], [False, True])
+    decoder.move(np.array([1, 0, 0]), changed, flags(False, True, True))
+    assert solver.rows == [1]
+
+
+def test_a_row_between_its_checks_does_not_keep_a_measurement_of_other_rows():
+    """The first block of row 0 drifts and swings. From check to check only the drift is seen; from
+    an evaluation to the next one the residual swings too, and the secant would meet zero.
+    """
+    x = torch.zeros(2, 16, 3, dtype=torch.float64)
+    x[0, 0, 0] = -1  # swings
+    x[0, 1, 0] = 1  # drifts
+    stop = dq.Stop(rtol=0.5, max_steps=12, check_every=2, norm="row")
+    model = dq.ImplicitModel(Elementwise(), dq.SolveConfig(dq.Naive(), stop, sweep=dq.Chunked(2)))
+    with torch.no_grad():
+        alone, both = model(x[:1]), model(x)
+    assert alone.stats.forced[0, :2].all()
+    assert torch.equal(both.stats.forced[:1], alone.stats.forced)
+    assert torch.equal(both.stats.iterations[:1], alone.stats.iterations)
+
+
 def test_a_window_of_decoding_begins_where_the_call_says():
     """The model's own start is another one; no token is solved to the end."""
     tokens = torch.tensor([[1, 2, 3]])
