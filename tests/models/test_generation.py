@@ -147,7 +147,7 @@ def test_rows_that_have_ended_are_removed(mamba, shapes):
 
 
 def test_evaluations_after_the_prompt_are_counted(mamba, shapes):
-    mamba.generate(PROMPT, max_new_tokens=1)
+    assert mamba.generate(PROMPT, max_new_tokens=1).evaluations == 0
     prompt = len(shapes)
     generated = mamba.generate(PROMPT, max_new_tokens=8, window=1)
     iterations = generated.iterations[:, 1:]
@@ -307,6 +307,7 @@ def test_no_check_is_later_than_the_budget(mamba):
     stop = dq.Stop(rtol=1e-13, max_steps=6, check_every=4)
     generated = mamba.generate(PROMPT, max_new_tokens=5, window=4, stop=stop)
     assert generated.evaluations == 4 * 4  # a check after 8 would be too late
+    assert generated.updates.tolist() == [4 * 16] * 4
 
 
 class Fragile(dq.Affine):
@@ -337,6 +338,32 @@ def test_only_a_committed_token_that_diverges_is_flagged(seed, only_guessed):
     assert torch.equal(one.tokens, some.tokens)
     assert torch.equal(one.converged, some.converged)
     assert one.converged.all() == only_guessed
+
+
+class Late(dq.Affine):
+    """An affine map that swings for some evaluations before."""
+
+    swings = 0
+
+    def forward(self, z, inputs, cache=None, *, need_aux=False):
+        fz, aux = super().forward(z, inputs, cache, need_aux=need_aux)
+        self.swings -= 1
+        return fz if self.swings < 0 else 1 - z, aux
+
+
+def test_tokens_that_failed_are_warned_of_when_later_ones_converged():
+    stop = dq.Stop(rtol=1e-6, max_steps=60)
+    backbone = Late(8)
+    lm = dq.CausalLM(13, dq.ImplicitModel(backbone, dq.SolveConfig(dq.Naive(), stop))).eval()
+
+    def swing(new):
+        if not new.positions.any():  # those of the prompt
+            backbone.swings = 100
+
+    with pytest.warns(dq.ConvergenceWarning):
+        generated = lm.double().generate(PROMPT, max_new_tokens=9, window=3, callback=swing)
+    assert generated.converged[:, [0, -1]].all()
+    assert not generated.converged[:, 1].any()
 
 
 @pytest.mark.parametrize("window", [2, 8])
