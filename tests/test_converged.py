@@ -157,6 +157,19 @@ def test_a_map_that_draws_random_numbers_is_not_said_to_mix_rows():
     assert dq.fixed_point(noisy, 0 * x, args=x / 2, **call).converged.all()
 
 
+def test_rounding_to_half_precision_is_not_said_to_mix_rows():
+    """Under autocast a smaller batch may be computed by another kernel, which rounds otherwise."""
+    x = torch.linspace(0, 1, 8)[:, None]
+
+    def rounds(z, x):
+        fz = x * z + 1
+        return fz if len(z) == 8 else fz.bfloat16()
+
+    call = {"solver": dq.Naive(), "stop": dq.Stop(rtol=0.05)}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert dq.fixed_point(rounds, 0 * x, args=x / 2, **call).converged.all()
+
+
 def test_the_evaluation_of_rows_without_the_others_is_counted():
     rates = torch.tensor([[0.0], [0.0], [0.5], [0.5]])
     calls = []

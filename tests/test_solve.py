@@ -131,6 +131,13 @@ def test_the_host_is_waited_for_at_the_start_and_once_a_check(check_every, waits
     assert OnDevice.waits == waits
 
 
+def test_without_a_tolerance_the_host_is_waited_for_at_the_start_and_the_end():
+    OnDevice.waits = 0
+    z0 = torch.zeros(4, 3).as_subclass(OnDevice)
+    solve(torch.cos, z0, solver=Naive(), stop=Stop.exactly(20))
+    assert OnDevice.waits == 2
+
+
 @pytest.mark.parametrize("sweep", [dq.Simultaneous(), dq.Chunked(3), dq.Sliding(3)], ids=str)
 def test_the_host_is_waited_for_once_a_check_where_windows_move(sweep):
     """Before, the model asks about the mask and the states; a window asks where rows end."""

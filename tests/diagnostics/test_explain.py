@@ -384,6 +384,15 @@ def test_half_precision_is_the_cause_wherever_the_question_is_asked(solved):
     assert "precision of torch.bfloat16" in str(outcome.explain())
 
 
+def test_a_callback_is_told_of_the_solve_and_not_of_its_explanation():
+    told = []
+    call = {"solver": dq.Naive(), "stop": dq.Stop(), "callback": told.append}
+    outcome = dq.solve(affine(0.998), torch.zeros(1, 1), **call)
+    assert len(told) == outcome.stats.evaluations
+    assert outcome.explain().causes == ("slow convergence",)
+    assert len(told) == outcome.stats.evaluations
+
+
 def test_a_solve_in_full_precision_is_explained_in_it_under_autocast():
     x = torch.linspace(-1, 1, 8).view(2, 4)
     outcome = solve(lambda z: torch.tanh(z @ (0.9 * torch.eye(4)) + x), x, max_steps=8)

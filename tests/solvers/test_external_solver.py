@@ -89,14 +89,25 @@ def test_every_block_of_a_longer_row_is_solved():
     assert torch.allclose(output.value[1], model.backbone.solution(x)[1], atol=1e-5)
 
 
-def test_drift_in_a_loop_of_another_library_has_not_converged():
+class InPlace(dq.ExternalSolver):
+    """Plain iteration in one tensor."""
+
+    def run(self, f, z0, stop):
+        z = z0.clone()
+        for _ in range(stop.max_steps - 1):
+            z.copy_(f(z))
+        return z
+
+
+@pytest.mark.parametrize("solver", [Outside(100), InPlace()], ids=["new points", "one point"])
+def test_drift_in_a_loop_of_another_library_has_not_converged(solver):
     """The last evaluation there and the one here are told apart."""
     stop = Stop(rtol=0.1, max_steps=50)
     with pytest.warns(dq.ConvergenceWarning):
-        drifting = dq.solve(lambda z: z + 1, torch.zeros(1, 1), solver=Outside(100), stop=stop)
+        drifting = dq.solve(lambda z: z + 1, torch.zeros(1, 1), solver=solver, stop=stop)
     assert drifting.stats.residual.item() < 0.1
     assert not drifting.converged.any()
-    settled = dq.solve(lambda z: z / 2 + 1, torch.zeros(1, 1), solver=Outside(100), stop=stop)
+    settled = dq.solve(lambda z: z / 2 + 1, torch.zeros(1, 1), solver=solver, stop=stop)
     assert settled.converged.all()
 
 
