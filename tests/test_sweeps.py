@@ -249,6 +249,23 @@ def test_a_solver_that_cannot_begin_afresh_in_some_rows_is_told_what_to_write(
         solve(model, x, dq.Sliding(3))
 
 
+class Averaging(dq.Solver[torch.Tensor]):
+    """Keeps a mean over tokens once it has stepped, and each token before."""
+
+    def init(self, z0):
+        return z0
+
+    def step(self, z, fz, state):
+        return fz, fz.mean(dim=1, keepdim=True)
+
+
+def test_a_memory_that_takes_another_shape_cannot_begin_afresh_in_some_rows():
+    x = embedded(2, 9)
+    x[1] *= 1e-3 * torch.arange(9)[:, None]
+    with pytest.raises(NotImplementedError, match=r"Averaging.* write restart\(state, z, rows\)"):
+        solve(model_of(solver=Averaging()), x, dq.Sliding(3))
+
+
 @each_sweep
 def test_gradients_under_autocast_reach_every_parameter(sweep):
     backbone = contractive_mamba2(weight_norm=False).float()
