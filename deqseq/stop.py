@@ -53,9 +53,6 @@ class Pair(NamedTuple):
 NEAR = 100
 """How many tolerances a token that passes may be away from its fixed point, as estimated."""
 
-LEAD, TIGHTER = 10, 100
-"""See :meth:`Stop.decides`."""
-
 ROUNDED = 1e-4
 """A residual of a rule may be negative by this, as a divergence that is rounded is."""
 
@@ -247,20 +244,6 @@ class Stop:
             share = difference / (self.rtol * scale + self.atol)
             rounded = difference <= ROUNDING * precision * scale
             return (share * step <= NEAR * change) | rounded
-
-
-    def decides(self, numbers: Numbers, lead: Numbers, precision: float) -> Numbers:
-        """At which tokens what is left of the residual cannot change the choice of the next token.
-
-        The choice is safe if its ``lead`` over the next best token, in standard deviations of the
-        logits, is 10 times the relative residual. Otherwise the residual has to pass a tolerance
-        100 times tighter, or be lost in rounding.
-        """
-        difference, scale = numbers[:2]
-        tight = (self.rtol * scale + self.atol) / TIGHTER
-        with np.errstate(all="ignore"):
-            safe = lead * scale > LEAD * difference
-            return safe | (difference <= np.maximum(tight, ROUNDING * precision * scale))
 
 
 def _measured(rule: Rule, z: State, fz: State) -> tuple[Residual, Residual]:

@@ -91,9 +91,7 @@ class OneByOne:
         columns = output.status, stats.iterations.amax(dim=1), stats.updates.sum(dim=1)
         return states, torch.stack(columns, dim=1)
 
-    def judge(
-        self, report: np.ndarray, lead: np.ndarray, inputs_are_right: np.ndarray
-    ) -> Verdict:
+    def judge(self, report: np.ndarray, inputs_are_right: np.ndarray) -> Verdict:
         status, iterations, updates = report.T
         return Verdict(np.ones_like(updates), status, iterations[:, None], updates)
 
@@ -141,19 +139,15 @@ class InWindow:
         report = numbers.view(bits).to(torch.int64).transpose(0, 1).flatten(1)
         return now.value.masked_fill(~finite, 0), report
 
-    def judge(
-        self, report: np.ndarray, lead: np.ndarray, inputs_are_right: np.ndarray
-    ) -> Verdict:
+    def judge(self, report: np.ndarray, inputs_are_right: np.ndarray) -> Verdict:
         bits = report.astype(f"i{self._itemsize}")
         numbers = bits.view(f"f{self._itemsize}").reshape(len(report), -1, self.width)
-        numbers, precision = numbers.swapaxes(0, 1), torch.finfo(self._latest.point.dtype).eps
-        passed, self._sound = self._window.judge(numbers, precision)
+        precision = torch.finfo(self._latest.point.dtype).eps
+        passed, self._sound = self._window.judge(numbers.swapaxes(0, 1), precision)
         self._window.fresh |= ~self._sound  # a token that diverged, on a wrong guess, begins again
-        age = self.evaluations - self._window.moved_at
-        spent = age + self._steps > self._stop.max_steps
-        passed &= spent[:, None] | self._stop.decides(numbers, lead, precision)
         counts = np.logical_and.accumulate(passed & inputs_are_right, axis=1).sum(axis=1)
-        late = (counts == 0) & spent
+        age = self.evaluations - self._window.moved_at
+        late = (counts == 0) & (age + self._steps > self._stop.max_steps)
         diverged = (counts == 0) & ~self._sound[:, 0]
         status = np.where(late, Status.MAX_STEPS_REACHED, Status.CONVERGED)
         status = np.where(diverged, Status.DIVERGED, status)
@@ -297,12 +291,9 @@ def generate(
         logits = head(states)
         positions = record.lengths[rows, None] + np.arange(decoder.width)
         chosen = sampler.choose(logits, rows, positions)
-        # the bits of the leads travel to the host beside the tokens
-        bits = chosen.lead.view(torch.int32).to(torch.int64)
-        transferred = on_host(torch.cat([chosen.tokens, bits, report], dim=1))
-        tokens, bits, report = np.split(transferred, [decoder.width, 2 * decoder.width], axis=1)
-        lead = bits.astype("i4").view("f4")
-        verdict = decoder.judge(report, lead, _guessed_right(inputs, tokens))
+        transferred = on_host(torch.cat([chosen, report], dim=1))
+        tokens, report = transferred[:, : decoder.width], transferred[:, decoder.width :]
+        verdict = decoder.judge(report, _guessed_right(inputs, tokens))
         counts = np.minimum(verdict.counts, max_new_tokens - record.lengths[rows])
         _check_finite(tokens, counts, rows)
         tokens, counts, stay = settle(logits, rows, np.maximum(tokens, 0), counts)

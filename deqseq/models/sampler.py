@@ -1,7 +1,7 @@
 """How a token is chosen from its logits."""
 
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -14,18 +14,6 @@ Logits = Float[Tensor, "rows tokens vocab"]
 
 Seed = Annotated[int, Between(-(2**63), 2**64 - 1)]
 """What ``torch.manual_seed`` takes."""
-
-
-class Chosen(NamedTuple):
-    """Tokens, and by how much each leads.
-
-    Attributes:
-        tokens: -1 where the logits are not finite.
-        lead: over the next best token, in standard deviations of the logits.
-    """
-
-    tokens: Int64[Tensor, "rows tokens"]
-    lead: Float[Tensor, "rows tokens"]
 
 
 @dataclass(frozen=True)
@@ -44,25 +32,24 @@ class Sampler:
                 "a temperature of 0 takes the best token"
             )
 
-    def choose(self, logits: Logits, rows: np.ndarray, positions: np.ndarray) -> "Chosen":
-        """A token for each row and position.
+    def choose(
+        self, logits: Logits, rows: np.ndarray, positions: np.ndarray
+    ) -> Int64[Tensor, "rows tokens"]:
+        """A token for each row and position; -1 where the logits are not finite.
 
         A token is drawn as the largest of its logits, over the temperature, plus noise that depends
         only on the seed, the row and the position. Logits that differ little, as those of two
         windows, then seldom give different tokens.
         """
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        finite, scale = logits.isfinite().all(dim=-1), logits.std(dim=-1, correction=0)
+        finite = logits.isfinite().all(dim=-1)
         if self.temperature:
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             logits = logits - logits.amax(dim=-1, keepdim=True)  # so that no quotient overflows
             logits = logits / max(self.temperature, torch.finfo(logits.dtype).tiny)
             if self.top_k is not None or self.top_p is not None:
                 logits = self._without_improbable(logits)
             logits = logits + gumbel(int(self.seed or 0), rows, positions, logits)
-            scale = scale / self.temperature
-        best, tokens = logits.topk(min(2, logits.shape[-1]), dim=-1)
-        lead = (best[..., 0] - best[..., -1]) / scale
-        return Chosen(tokens[..., 0].where(finite, -1), lead.float())
+        return logits.argmax(dim=-1).where(finite, -1)
 
     def _without_improbable(self, logits: Logits) -> Logits:
         probability, token = logits.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
