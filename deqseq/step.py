@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deqseq.arguments import check_like, versions
-from deqseq.rows import check_rows, on_device, per_row, take
+from deqseq.rows import check_rows, map_tensors, on_device, per_row, take, tensors_of
 from deqseq.solvers.base import Solver
 from deqseq.stop import Stop
 from deqseq.types import FixedPointMap, Residual, RowIndex, State
@@ -168,14 +168,55 @@ def next_point(solver: Solver[Any], z: State, fz: State, memory: Any) -> tuple[S
     return pair
 
 
-def restarted(solver: Solver[Any], memory: Any, z: State, rows: RowIndex) -> Any:
-    """The memory of a solver that begins afresh in some ``rows``, checked."""
-    name, new = f"{type(solver).__name__}.restart", solver.restart(memory, z, rows)
+def carried(
+    solver: Solver[Any], memory: Any, z: State, source: np.ndarray | None, fresh: np.ndarray
+) -> Any:
+    """The memory of a solver at ``z``, after tokens have moved in their windows; checked.
+
+    ``source`` says where each token was before (None: nothing moved), and which tokens are
+    ``fresh``; both ``(rows, width)``.
+    """
+    rows, name = np.flatnonzero(fresh.any(axis=1)), type(solver).__name__
+    if not len(rows):
+        return memory
+    if solver.per_token:
+        return _carried_tokens(name, memory, solver.init(z), z, source, fresh)
+    if len(rows) == len(z):
+        return solver.init(z)
+    new = solver.restart(memory, z, on_device(rows, z.device))
     if type(new) is not type(memory):
         wanted, got = type(memory).__name__, type(new).__name__
-        raise TypeError(f"{name} must return a state like {wanted}, got {got}")
-    check_rows(f"what {name} returns", new, len(z))
+        raise TypeError(f"{name}.restart must return a state like {wanted}, got {got}")
+    check_rows(f"what {name}.restart returns", new, len(z))
     return new
+
+
+def _carried_tokens(
+    name: str, memory: Any, first: Any, z: State, source: np.ndarray | None, fresh: np.ndarray
+) -> Any:
+    """``memory`` moved along; fresh tokens, and numbers of their rows, as they are at ``first``."""
+    starts, width = iter(tensors_of(first)), z.shape[1]
+    found = [x.shape for x in tensors_of(memory)]
+    wanted = [x.shape for x in tensors_of(first)]
+    if found != wanted or any(len(shape) < 2 or shape[1] not in (1, width) for shape in found):
+        raise ValueError(
+            f"the memory of {name}, whose per_token is True, must be tensors (rows, tokens, ...) "
+            f"or (rows, 1, ...), of the shapes that init gives, {wanted}, got {found}"
+        )
+    of_token = on_device(fresh, z.device)
+    of_row = of_token.any(dim=1, keepdim=True)
+    index = None if source is None else on_device(source, z.device)
+
+    def moved(old: Tensor) -> Tensor:
+        is_fresh = of_row if old.shape[1] == 1 else of_token
+        if index is not None and old.shape[1] > 1:
+            old = old.gather(1, like(index, old).expand_as(old))
+        return torch.where(like(is_fresh, old), next(starts), old)
+
+    def like(x: Tensor, old: Tensor) -> Tensor:
+        return x.reshape(*x.shape, *[1] * (old.ndim - 2))
+
+    return map_tensors(moved, memory)
 
 
 def returned_value(

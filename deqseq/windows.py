@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from deqseq.rows import check_rows, on_device, on_host, per_row, take
 from deqseq.solution import Solution, SolveStats, Status
 from deqseq.solvers.base import Solver
-from deqseq.step import Progress, evaluate, next_point, restarted, returned_value
+from deqseq.step import Progress, carried, evaluate, next_point, returned_value
 from deqseq.stop import Pair, Stop, relative
 from deqseq.tokens import TokenArgs
 from deqseq.types import RowIndex, State
@@ -49,6 +49,7 @@ class Window:
         self.first_size = np.zeros((rows, width), dtype=np.float32)
         self.passed = np.zeros((rows, width), dtype=bool)  # in the row's last measurement
         self.before: Pair | None = None
+        self.source: np.ndarray | None = None  # where each token was before the last move
 
     def measure(
         self, z: State, fz: State, block: int, rows: np.ndarray | None = None
@@ -118,6 +119,7 @@ class Window:
         self.known_since = np.take_along_axis(self.known_since, source, axis=1)
         self.change(places >= self.width, evaluations)
         self.moved_at = np.where(counts > 0, evaluations, self.moved_at)
+        self.source = source
         return source
 
     def shift(self, source: Tensor) -> None:
@@ -131,12 +133,18 @@ class Window:
         self.fresh = self.fresh | tokens
         self.known_since = np.where(tokens, evaluations, self.known_since)
 
+    def carry(self, memory: Any, z: State) -> Any:
+        """The solver's memory at ``z``, the next point, after a move or a change."""
+        source, self.source = self.source, None
+        return carried(self.solver, memory, z, source, self.fresh)
+
     def keep(self, stay: np.ndarray, device: torch.device) -> RowIndex:
         """Remove all rows but those that ``stay``, ``(rows,)``; where these were before."""
         self.rows, self.moved_at = self.rows[stay], self.moved_at[stay]
         self.known_since, self.fresh = self.known_since[stay], self.fresh[stay]
         self.limit, self.first_size = self.limit[stay], self.first_size[stay]
         self.passed = self.passed[stay]
+        self.source = None if self.source is None else self.source[stay]
         staying = on_device(np.flatnonzero(stay), device)
         self.before = take(self.before, staying)
         return staying
@@ -325,9 +333,8 @@ def iterate_windows(problem: "Problem") -> Solution:
         del fz, proposal, aux  # not held while the map is evaluated
         if staying is not None:
             memory = take(memory, staying)
-        moved = np.flatnonzero(swept.window.moved_at == swept.evaluations)
         # where rows that have ended stay, a solver with a loop of its own solves them once more
-        if len(moved) == len(z) or (solver.owns_loop and len(moved)):
+        if not solver.owns_loop:
+            memory = swept.window.carry(memory, z)
+        elif (swept.window.moved_at == swept.evaluations).any():
             z, memory = solver.begin(begun, z, stop)
-        elif len(moved):
-            memory = restarted(solver, memory, z, on_device(moved, swept.device))

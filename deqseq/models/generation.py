@@ -27,7 +27,7 @@ from deqseq.rows import on_device, on_host, take
 from deqseq.solution import Status
 from deqseq.solvers.base import Solver
 from deqseq.start import Start
-from deqseq.step import next_point, restarted
+from deqseq.step import next_point
 from deqseq.stop import Stop
 from deqseq.sweeps import Simultaneous, Sliding, Sweep
 from deqseq.types import Mask, Sequence
@@ -168,11 +168,7 @@ class InWindow:
         if not stay.all():
             staying = window.keep(stay, device)
             z, self._memory, self.cache = take((z, self._memory, self.cache), staying)
-        rows = np.flatnonzero(changed[stay].any(axis=1))
-        if len(rows) == len(z):
-            self._memory = self._solver.init(z)
-        elif len(rows):
-            self._memory = restarted(self._solver, self._memory, z, on_device(rows, device))
+        self._memory = window.carry(self._memory, z)
         self._start = z
 
     def _next(self, now: Evaluation, device: torch.device) -> Sequence:

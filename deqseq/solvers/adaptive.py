@@ -75,6 +75,8 @@ class Adaptive(Solver[AdaptiveMemory]):
         (tensor([[0.5000]]), tensor([3]))
     """
 
+    per_token = True
+
     def init(self, z0: State) -> AdaptiveMemory:
         ones = torch.ones_like(token_norms(z0.detach()))
         limit, level, age = (torch.full_like(ones[:, :1], value) for value in AT_START)

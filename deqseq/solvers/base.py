@@ -49,6 +49,14 @@ class Solver(ABC, Generic[S]):
     window.
     """
 
+    per_token: ClassVar[bool] = False
+    """Whether tensors of the memory have tokens as their second dimension, ``(rows, tokens, ...)``,
+    or 1 there.
+
+    Such a memory moves along with the tokens of a window, and a token whose input changes begins
+    afresh alone. Otherwise its row does.
+    """
+
     @abstractmethod
     def init(self, z0: State) -> S:
         """The memory of the algorithm before its first step.
