@@ -169,20 +169,23 @@ def next_point(solver: Solver[Any], z: State, fz: State, memory: Any) -> tuple[S
 
 
 def carried(
-    solver: Solver[Any], memory: Any, z: State, source: np.ndarray | None, fresh: np.ndarray
+    solver: Solver[Any], memory: Any, z: State, moved: Tensor | None, fresh: np.ndarray
 ) -> Any:
     """The memory of a solver at ``z``, after tokens have moved in their windows; checked.
 
-    ``source`` says where each token was before (None: nothing moved), and which tokens are
-    ``fresh``; both ``(rows, width)``.
+    ``fresh`` tokens, ``(rows, width)``, begin anew. ``moved`` says on the device where each token
+    was and whether it is fresh, ``(rows, width, 2)``. Default: none has moved.
     """
     rows, name = np.flatnonzero(fresh.any(axis=1)), type(solver).__name__
     if not len(rows):
         return memory
-    if solver.per_token:
-        return _carried_tokens(name, memory, solver.init(z), z, source, fresh)
-    if len(rows) == len(z):
+    if fresh.all() or (len(rows) == len(z) and not solver.per_token):
         return solver.init(z)
+    if solver.per_token:
+        if moved is None:
+            places = np.broadcast_to(np.arange(fresh.shape[1]), fresh.shape)
+            moved = on_device(np.stack([places, fresh], axis=2), z.device)
+        return _carried_tokens(name, memory, solver.init(z), moved)
     new = solver.restart(memory, z, on_device(rows, z.device))
     if type(new) is not type(memory):
         wanted, got = type(memory).__name__, type(new).__name__
@@ -191,32 +194,28 @@ def carried(
     return new
 
 
-def _carried_tokens(
-    name: str, memory: Any, first: Any, z: State, source: np.ndarray | None, fresh: np.ndarray
-) -> Any:
+def _carried_tokens(name: str, memory: Any, first: Any, moved: Tensor) -> Any:
     """``memory`` moved along; fresh tokens, and numbers of their rows, as they are at ``first``."""
-    starts, width = iter(tensors_of(first)), z.shape[1]
-    found = [x.shape for x in tensors_of(memory)]
-    wanted = [x.shape for x in tensors_of(first)]
+    starts, width = iter(tensors_of(first)), moved.shape[1]
+    found, wanted = ([tuple(x.shape) for x in tensors_of(tree)] for tree in (memory, first))
     if found != wanted or any(len(shape) < 2 or shape[1] not in (1, width) for shape in found):
         raise ValueError(
             f"the memory of {name}, whose per_token is True, must be tensors (rows, tokens, ...) "
             f"or (rows, 1, ...), of the shapes that init gives, {wanted}, got {found}"
         )
-    of_token = on_device(fresh, z.device)
+    places, of_token = moved[..., 0], moved[..., 1].bool()
     of_row = of_token.any(dim=1, keepdim=True)
-    index = None if source is None else on_device(source, z.device)
 
-    def moved(old: Tensor) -> Tensor:
-        is_fresh = of_row if old.shape[1] == 1 else of_token
-        if index is not None and old.shape[1] > 1:
-            old = old.gather(1, like(index, old).expand_as(old))
+    def along(old: Tensor) -> Tensor:
+        is_fresh = of_row
+        if old.shape[1] > 1:
+            is_fresh, old = of_token, old.gather(1, like(places, old).expand_as(old))
         return torch.where(like(is_fresh, old), next(starts), old)
 
     def like(x: Tensor, old: Tensor) -> Tensor:
         return x.reshape(*x.shape, *[1] * (old.ndim - 2))
 
-    return map_tensors(moved, memory)
+    return map_tensors(along, memory)
 
 
 def returned_value(

@@ -49,7 +49,8 @@ class Window:
         self.first_size = np.zeros((rows, width), dtype=np.float32)
         self.passed = np.zeros((rows, width), dtype=bool)  # in the row's last measurement
         self.before: Pair | None = None
-        self.source: np.ndarray | None = None  # where each token was before the last move
+        # of each token, where it was and whether it is fresh, if some moved since the last step
+        self.moved: Tensor | None = None
 
     def measure(
         self, z: State, fz: State, block: int, rows: np.ndarray | None = None
@@ -119,14 +120,18 @@ class Window:
         self.known_since = np.take_along_axis(self.known_since, source, axis=1)
         self.change(places >= self.width, evaluations)
         self.moved_at = np.where(counts > 0, evaluations, self.moved_at)
-        self.source = source
         return source
 
-    def shift(self, source: Tensor) -> None:
-        """Move the last measurement of each token along, from its place ``source``."""
+    def shift(self, source: np.ndarray, device: torch.device) -> Tensor:
+        """Move the last measurement of each token along, and at :meth:`carry` the solver's memory,
+        from its place ``source``, which is returned on the device.
+        """
+        self.moved = on_device(np.stack([source, self.fresh], axis=2), device)
+        places = self.moved[..., 0]
         if self.before is not None:
-            index = source[..., None].expand_as(self.before.point)
+            index = places[..., None].expand_as(self.before.point)
             self.before = Pair(*(states.gather(1, index) for states in self.before))
+        return places
 
     def change(self, tokens: np.ndarray, evaluations: int) -> None:
         """Forget what is known of ``tokens``, ``(rows, width)``, whose input is new."""
@@ -134,9 +139,9 @@ class Window:
         self.known_since = np.where(tokens, evaluations, self.known_since)
 
     def carry(self, memory: Any, z: State) -> Any:
-        """The solver's memory at ``z``, the next point, after a move or a change."""
-        source, self.source = self.source, None
-        return carried(self.solver, memory, z, source, self.fresh)
+        """The solver's memory at ``z``, the next point, after tokens have moved or changed."""
+        moved, self.moved = self.moved, None
+        return carried(self.solver, memory, z, moved, self.fresh)
 
     def keep(self, stay: np.ndarray, device: torch.device) -> RowIndex:
         """Remove all rows but those that ``stay``, ``(rows,)``; where these were before."""
@@ -144,9 +149,8 @@ class Window:
         self.known_since, self.fresh = self.known_since[stay], self.fresh[stay]
         self.limit, self.first_size = self.limit[stay], self.first_size[stay]
         self.passed = self.passed[stay]
-        self.source = None if self.source is None else self.source[stay]
         staying = on_device(np.flatnonzero(stay), device)
-        self.before = take(self.before, staying)
+        self.before, self.moved = take((self.before, self.moved), staying)
         return staying
 
 
@@ -236,7 +240,7 @@ class Swept:
         self.work[rows] = self.evaluations * window.width
         source = window.move(self.leaving, self.evaluations)
         if ((self.leaving > 0) & (self.leaving < window.width)).any():  # some tokens stay
-            window.shift(on_device(source, self.device))
+            window.shift(source, self.device)
         stay, staying = self.running[rows], None
         if not self.returns_cache and 4 * (~stay).sum() >= len(rows):
             staying = window.keep(stay, self.device)

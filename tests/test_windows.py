@@ -10,12 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import affine, embedded
+from small_models import affine, embedded, randn
 from test_solve_properties import PROPERTY, tensor_of
 
 import deqseq as dq
 from deqseq.models.generation import InWindow
 from deqseq.models.output import Evaluation
+from deqseq.step import carried
 
 EPS = torch.finfo(torch.float64).eps
 
@@ -417,3 +418,37 @@ def test_a_window_is_not_wider_than_the_tokens_that_are_left():
     narrow = lm.generate(torch.ones(1, 4).long(), max_new_tokens=3, window=3)
     assert torch.equal(wide.tokens, narrow.tokens)
     assert torch.equal(wide.updates, narrow.updates)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_guess_that_changes_leaves_the_step_of_the_tokens_before_it():
+    """With f(z) = -1.2 z the best step, 1 / 2.2, is known after two evaluations."""
+    _, decoder, told = decoding(dq.Adaptive())
+    for z, changed in ((1.0, False), (-1.2, True)):
+        told([[z, z]], [[-1.2 * z, -1.2 * z]])
+        decoder.move(np.array([0]), flags([False, changed]), flags(True))
+    assert decoder._memory.damping.tolist() == [pytest.approx([1 / 2.2, 1])]
+
+
+def test_a_memory_per_token_moves_along_and_fresh_tokens_begin_anew():
+    """Two rows of three tokens; row 0 has moved by one, in row 1 the second token is fresh."""
+    solver, z = dq.Adaptive(), randn(2, 3, 4)
+    memory = solver.init(z)
+    for seed in range(2):
+        z, memory = solver.step(z, randn(2, 3, 4, seed=seed), memory)
+    source = torch.tensor([[1, 2, 2], [0, 1, 2]])
+    fresh = flags([False, False, True], [False, True, False])
+    moved = torch.stack([source, torch.from_numpy(fresh)], dim=2)
+    new, first = carried(solver, memory, z, moved, fresh), solver.init(z)
+    for moved, old, start in zip(new[:3], memory[:3], first[:3], strict=True):
+        assert torch.equal(moved[0], torch.stack([old[0, 1], old[0, 2], start[0, 2]]))
+        assert torch.equal(moved[1], torch.stack([old[1, 0], start[1, 1], old[1, 2]]))
+    for moved, start in zip(new[3:], first[3:], strict=True):
+        assert torch.equal(moved, start)
+    nothing = carried(solver, memory, z, None, flags([False] * 3, [False] * 3))
+    assert nothing is memory
+    same = carried(solver, memory, z, None, fresh)
+    assert torch.equal(same.residual[0, :2], memory.residual[0, :2])
+    assert torch.equal(same.residual[0, 2], first.residual[0, 2])
+    with pytest.raises(ValueError, match=r"memory of Adaptive, whose per_token is True, must be"):
+        carried(solver, memory._replace(limit=torch.ones(2)), z, None, fresh)

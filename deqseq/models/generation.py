@@ -161,10 +161,12 @@ class InWindow:
         if counts.any():
             after = self._model.commit(self.cache, now, on_device(counts, device))
             self.cache = after.reserve(self.width)
-            source = on_device(window.move(counts, self.evaluations), device)
-            window.shift(source)
-            z = z.gather(1, source[..., None].expand_as(z))
-        window.change(changed, self.evaluations)
+            source = window.move(counts, self.evaluations)
+            window.change(changed, self.evaluations)
+            places = window.shift(source, device)
+            z = z.gather(1, places[..., None].expand_as(z))
+        else:
+            window.change(changed, self.evaluations)
         if not stay.all():
             staying = window.keep(stay, device)
             z, self._memory, self.cache = take((z, self._memory, self.cache), staying)
