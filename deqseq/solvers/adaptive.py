@@ -39,24 +39,24 @@ class Adaptive(Solver[AdaptiveMemory]):
     r"""Relaxed iteration that finds the step of every token on the way, from .05 to 3.
 
     .. math:: z_t \leftarrow z_t + \tau_t\, r_t, \qquad r = f(z) - z, \qquad
-              \tau_t \leftarrow \min\left(\ell,\;
-              \tau_t\, \frac{\lVert r_t^- \rVert^2}{\langle r_t^-,\; r_t^- - r_t \rangle}\right)
+              \tau_t \leftarrow \min\left(
+              \tau_t\, \frac{\lVert r_t^- \rVert^2}{\langle r_t^-,\; r_t^- - r_t \rangle},\;
+              \max(1, \sigma_t),\; \ell\right), \qquad
+              \sigma_t = \tau_t\, \frac{\langle r_t^-,\; r_t^- - r_t \rangle}
+              {\lVert r_t^- - r_t \rVert^2}
 
     for token :math:`t`, with its residual :math:`r^-` of the iteration before. :math:`\tau` times
-    the fraction is the step of Barzilai and Borwein: where the residual reverses, as in a limit
-    cycle, it becomes shorter at once; where the residual falls slowly in one direction, as in a
-    model with a residual path, it becomes longer than that of plain iteration. The first step is 1.
-    Where the residual has grown along the last one, the step is :math:`\ell`.
+    either fraction is a step of Barzilai and Borwein; :math:`\sigma`, the shorter one, would have
+    made the last residual shortest. Where the residual reverses, as in a limit cycle, the step
+    becomes shorter at once. Where it falls slowly in one direction, as in a model with a residual
+    path, it becomes longer than that of plain iteration. The first step is 1, and the step after a
+    residual that has grown along the last one.
 
     The limit :math:`\ell` of a row starts at 3. At every fifth iteration it grows by 15 % if the
     row's residual is lower than it was five iterations before. If not, as in a map that rotates and
-    expands, it falls to the damping that would have made the last residual shortest,
-
-    .. math:: \tau_t\, \frac{\langle r_t^-,\; r_t^- - r_t \rangle}{\lVert r_t^- - r_t \rVert^2},
-
-    where that is lower. It stays in [0.05, 3]. The residual of a row and that damping are geometric
-    means over the tokens: in a causal model tokens settle from left to right, and the row makes
-    progress while some of them do.
+    expands, it falls to :math:`\sigma`, where that is lower. It stays in [0.05, 3]. The residual of
+    a row and its :math:`\sigma` are geometric means over the tokens: in a causal model tokens
+    settle from left to right, and the row makes progress while some of them do.
 
     A token is the last dimension of the state, as for :class:`deqseq.Stop`. The memory is one
     state.
@@ -91,18 +91,20 @@ class Adaptive(Solver[AdaptiveMemory]):
         square, product = _products(residual, residual), _products(state.residual, residual)
         fall, least = state.square - product, FLAT * state.square
         positive, due = fall.maximum(least), state.age >= PATIENCE
+        # the step that would have made the last residual shortest
+        shortest = state.damping * positive / (fall + square - product).maximum(least)
         limit, level, age = state.limit, state.level, state.age + 1
         if not z.is_cpu or bool(due.any()):  # on a GPU reading it would wait for the device
-            changed = (fall + square - product).maximum(least)
-            # where the residual has grown along the last one, no damping makes it shorter
-            shortest = torch.where(fall > 0, state.damping * positive / changed, 1)
-            fallen = shortest.clamp(FLAT, 1).log().mean(dim=1, keepdim=True).exp().minimum(limit)
+            # where the residual has grown along the last one, no step would have
+            shorter = torch.where(fall > 0, shortest, 1).clamp(FLAT, 1)
+            fallen = shorter.log().mean(dim=1, keepdim=True).exp().minimum(limit)
             new_level = _level(square.detach(), fz.detach())
             progress = new_level < level - PROGRESS / square.shape[1]
             moved = torch.where(progress, limit * RISE, fallen).clamp(LOWEST, HIGHEST)
             limit, level = torch.where(due, moved, limit), torch.where(due, new_level, level)
             age = torch.where(due, 1, age)
-        damping = (state.damping * state.square / positive).minimum(limit)
+        damping = (state.damping * state.square / positive).minimum(shortest.clamp_min(1))
+        damping = damping.minimum(limit)
         weight = damping.to(z.dtype).reshape(z.shape if z.ndim == 1 else (*z.shape[:-1], 1))
         square = square.clamp_min(torch.finfo(square.dtype).tiny)
         memory = AdaptiveMemory(residual, square, damping, limit, level, age)

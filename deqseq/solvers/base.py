@@ -54,7 +54,7 @@ class Solver(ABC, Generic[S]):
     or 1 there.
 
     Such a memory moves along with the tokens of a window, and a token whose input changes begins
-    afresh alone. Otherwise its row does.
+    anew alone. Otherwise its row does.
     """
 
     @abstractmethod
