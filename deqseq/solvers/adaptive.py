@@ -22,15 +22,16 @@ AT_START = HIGHEST, torch.inf, PATIENCE  # a row's limit, level and age
 class AdaptiveMemory(NamedTuple):
     """The last residual, its squared norm, and the damping of the step from it.
 
-    ``level`` is the mean logarithm of the relative residuals of a row's tokens at the last check of
-    its progress, ``age`` iterations ago. Numbers are in float32 at least.
+    ``level`` has the mean logarithms of the residuals of a row's tokens, relative to the state and
+    as they are, at the last check of its progress, ``age`` iterations ago. Numbers are in float32
+    at least.
     """
 
     residual: State
     square: Float[Tensor, "batch tokens"]
     damping: Float[Tensor, "batch tokens"]
     limit: Float[Tensor, "batch 1"]
-    level: Float[Tensor, "batch 1"]
+    level: Float[Tensor, "batch 1 2"]
     age: Float[Tensor, "batch 1"]
 
 
@@ -54,9 +55,10 @@ class Adaptive(Solver[AdaptiveMemory]):
 
     The limit :math:`\ell` of a row starts at 3. At every fifth iteration it grows by 15 % if the
     row's residual is lower than it was five iterations before. If not, as in a map that rotates and
-    expands, it falls to :math:`\sigma`, where that is lower. It stays in [0.05, 3]. The residual of
-    a row and its :math:`\sigma` are geometric means over the tokens: in a causal model tokens
-    settle from left to right, and the row makes progress while some of them do.
+    expands, it falls to :math:`\sigma`, where that is lower. It stays in [0.05, 3], and in
+    [0.05, 1] where the residual is lower only relative to the state. The residual of a row and its
+    :math:`\sigma` are geometric means over the tokens: in a causal model tokens settle from left to
+    right, and the row makes progress while some of them do.
 
     A token is the last dimension of the state, as for :class:`deqseq.Stop`. The memory is one
     state.
@@ -80,6 +82,7 @@ class Adaptive(Solver[AdaptiveMemory]):
     def init(self, z0: State) -> AdaptiveMemory:
         ones = torch.ones_like(token_norms(z0.detach()))
         limit, level, age = (torch.full_like(ones[:, :1], value) for value in AT_START)
+        level = level[..., None].repeat(1, 1, 2)
         return AdaptiveMemory(torch.zeros_like(z0), ones, ones, limit, level, age)
 
     def restart(self, state: AdaptiveMemory, z: State, rows: RowIndex) -> AdaptiveMemory:
@@ -100,8 +103,11 @@ class Adaptive(Solver[AdaptiveMemory]):
             fallen = shorter.log().mean(dim=1, keepdim=True).exp().minimum(limit)
             new_level = _level(square.detach(), fz.detach())
             progress = new_level < level - PROGRESS / square.shape[1]
-            moved = torch.where(progress, limit * RISE, fallen).clamp(LOWEST, HIGHEST)
-            limit, level = torch.where(due, moved, limit), torch.where(due, new_level, level)
+            moved = torch.where(progress[..., 0], limit * RISE, fallen).clamp_min(LOWEST)
+            # longer steps would keep a state that drifts from settling in all but the drift
+            moved = moved.minimum(torch.where(progress[..., 1], HIGHEST, 1.0))
+            limit = torch.where(due, moved, limit)
+            level = torch.where(due[..., None], new_level, level)
             age = torch.where(due, 1, age)
         damping = (state.damping * state.square / positive).minimum(shortest.clamp_min(1))
         damping = damping.minimum(limit)
@@ -121,10 +127,13 @@ def _products(x: State, y: State) -> Float[Tensor, "batch tokens"]:
     return products if products.ndim == 2 else products.reshape(len(x), -1)
 
 
-def _level(square: Tensor, fz: State) -> Float[Tensor, "batch 1"]:
-    """Mean logarithm of the relative residuals, each at least the precision of the state."""
-    relative = square / _products(fz, fz).clamp_min(torch.finfo(square.dtype).tiny)
-    largest = torch.finfo(square.dtype).max  # a token at zero has an infinite residual
-    return (
-        relative.clamp(torch.finfo(fz.dtype).eps ** 2, largest).log().mean(dim=1, keepdim=True) / 2
-    )
+def _level(square: Tensor, fz: State) -> Float[Tensor, "batch 1 2"]:
+    """Mean logarithms of the residuals, relative and as they are, each at least the precision of
+    the state.
+    """
+    limits, size = torch.finfo(square.dtype), _products(fz, fz)
+    squares = torch.stack([square / size.clamp_min(limits.tiny), square], dim=2)
+    least = torch.finfo(fz.dtype).eps ** 2 * torch.stack([torch.ones_like(size), size], dim=2)
+    # a token at zero has an infinite residual
+    squares = squares.maximum(least).clamp(limits.tiny, limits.max)
+    return squares.log().mean(dim=1, keepdim=True) / 2
