@@ -104,8 +104,8 @@ class OneByOne:
 class InWindow:
     """A window of tokens is iterated, whose inputs are guesses until those before are committed.
 
-    A token keeps its state when its input changes, and the solver begins afresh in that row. A new
-    token begins at the state of the one before. A row that has committed nothing in
+    A token keeps its state when its input changes; its solver begins anew, there or in its row. A
+    new token begins at the state of the one before. A row that has committed nothing in
     ``stop.max_steps`` evaluations commits its first token as it is; one whose first token diverges
     commits it too.
     """
@@ -157,16 +157,15 @@ class InWindow:
 
     def move(self, counts: np.ndarray, changed: np.ndarray, stay: np.ndarray) -> None:
         now, window, device = self._latest, self._window, self._latest.states.device
-        z = self._next(now, device)
+        z, source = self._next(now, device), None
         if counts.any():
             after = self._model.commit(self.cache, now, on_device(counts, device))
             self.cache = after.reserve(self.width)
             source = window.move(counts, self.evaluations)
-            window.change(changed, self.evaluations)
+        window.change(changed, self.evaluations)
+        if source is not None:
             places = window.shift(source, device)
             z = z.gather(1, places[..., None].expand_as(z))
-        else:
-            window.change(changed, self.evaluations)
         if not stay.all():
             staying = window.keep(stay, device)
             z, self._memory, self.cache = take((z, self._memory, self.cache), staying)
