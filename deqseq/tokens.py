@@ -126,7 +126,12 @@ def token_map(z: Sequence, tokens: TokenArgs) -> tuple[Sequence, Any]:
 
 
 def check_commits(backbone: Backbone[Any]) -> None:
-    """Refuse a backbone without ``advance``, before anything is solved."""
+    """Refuse a backbone that is not causal or has no ``advance``, before anything is solved."""
+    if not backbone.causal:
+        raise NotImplementedError(
+            f"this {type(backbone).__name__} is not causal: all of its tokens are solved together, "
+            "by the Simultaneous sweep, without cache, return_cache and evaluate()"
+        )
     if type(backbone).advance is Backbone.advance:
         backbone.advance(None, None, 1)
 

@@ -7,8 +7,7 @@ before a question and with two and three times as many, and on a stream, carryin
 the cuts. An interrupted run continues when it is started again.
 
     python examples/catbabi.py                     # minutes on two cores
-    python examples/catbabi.py --quick             # under a minute: shows that everything runs;
-    nothing is learned
+    python examples/catbabi.py --quick             # under a minute: does it run?
 """
 
 import itertools

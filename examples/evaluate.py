@@ -1,11 +1,10 @@
-"""lm-eval's own command line, to which this adds ``--model deqseq``: saved models, solved as told.
+r"""lm-eval's own command line, to which this adds ``--model deqseq``: saved models, solved as told.
 
 The numbers of the solves are printed, and stand in lm-eval's results under ``config``, ``solves``.
 
-    python examples/evaluate.py run --model deqseq --model_args pretrained=MODEL --tasks
-    piqa,lambada_openai python examples/evaluate.py run --model deqseq --tasks piqa
-        --model_args '{"pretrained": "MODEL", "solve": {"sweep": "Sequential", "stop": {"max_steps":
-        8}}}'
+    python examples/evaluate.py run --model deqseq --model_args pretrained=MODEL --tasks piqa
+    python examples/evaluate.py run --model deqseq --tasks piqa \
+        --model_args '{"pretrained": "MODEL", "solve": {"stop": {"max_steps": 8}}}'
 """
 
 import json

@@ -1,17 +1,16 @@
-"""Pretraining on text: implicit language models by the paper's curriculum, and explicit ones.
+r"""Pretraining on text: implicit language models by the paper's curriculum, and explicit ones.
 
 Each model sees the same rows of text, in transformers' Trainer. Held-out text is then scored in
 bits per byte, solved at once and token by token, and at several times the trained length. Models
 are saved for ``AutoModelForCausalLM``. An interrupted run continues from its last checkpoint when
 the script is started again.
 
-    python examples/pretrain.py                                              # Shakespeare's plays,
-    four small models python examples/pretrain.py --quick                                      # a
-    minute, no download python examples/pretrain.py --corpus texts/ --models implicit-llama
-    --d-model 512 --heads 8 --steps 50000 torchrun --nproc_per_node 8 examples/pretrain.py --models
-    llama3-130m-implicit --corpus hub:allenai/c4:en
-        --tokenizer EleutherAI/gpt-neox-20b --fsdp --device cuda --bfloat16 --length 2048 --batch
-        256 --steps 20000
+    python examples/pretrain.py                       # Shakespeare's plays, four small models
+    python examples/pretrain.py --quick               # a minute, no download
+    python examples/pretrain.py --corpus texts/ --models implicit-llama --d-model 512 --heads 8
+    torchrun --nproc_per_node 8 examples/pretrain.py --models llama3-130m-implicit \
+        --corpus hub:allenai/c4:en --tokenizer EleutherAI/gpt-neox-20b --length 2048 --batch 256 \
+        --steps 20000 --device cuda --bfloat16 --fsdp
 """
 
 import json

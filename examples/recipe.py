@@ -40,6 +40,7 @@ class Recipe(RunOptions):
     d_state: int = 32  # mamba2: state size of each channel
     headdim: int = 32  # mamba2: channels per head
     layers: int = 1  # blocks of the implicit model
+    skip_scale: float = 1.0  # of the residual path, in (0, 1]: below 1 solves take fewer iterations
     dropout: float = (
         0.2  # of the blocks, one mask per solve: keeps small errors from adding up over the tokens
     )
@@ -57,7 +58,7 @@ class Recipe(RunOptions):
     eval_lengths: tuple[int, ...] = (16, 32, 64, 128, 256)  # evaluation lengths
 
     LEAST: ClassVar = {**RunOptions.LEAST, "generators": 0, "batch_tokens": 0}
-    INTERVALS: ClassVar = dict.fromkeys(SHARES, "[0, 1]")
+    INTERVALS: ClassVar = dict.fromkeys(SHARES, "[0, 1]") | {"skip_scale": "(0, 1]"}
     FREE: ClassVar = (*RunOptions.FREE, "baselines", "eval_lengths", "eval_identity_probability")
 
     def __post_init__(self) -> None:
@@ -198,6 +199,7 @@ def make_model(options: Recipe, vocab_size: int, blocks: int | None) -> dq.Causa
     torch.manual_seed(options.seed)
     sizes: dict[str, Any] = {"d_model": options.d_model, "n_layers": blocks or options.layers}
     sizes |= {"dropout": options.dropout, "injection": blocks is None}
+    sizes |= {"skip_scale": 1.0 if blocks else options.skip_scale}
     if options.backbone == "llama":
         vocab_size += 1  # the start token
         backbone = dq.Llama(dq.LlamaConfig(n_heads=4, mlp_width=2 * options.d_model, **sizes))

@@ -1,4 +1,4 @@
-"""A pretrained decoder whose middle layers are iterated, fine-tuned beside the unlooped original.
+r"""A pretrained decoder whose middle layers are iterated, fine-tuned beside the unlooped original.
 
 Both see the same rows of a text, with the same updates, in transformers' Trainer. The looped
 model's number of iterations is drawn for every update. Held-out text is then scored in bits per
@@ -6,11 +6,13 @@ byte at budgets from 1 to 32 iterations, and solved to a tolerance. Models are s
 ``AutoModelForCausalLM``. An interrupted run continues from its last checkpoint when the script is
 started again.
 
-    python examples/retrofit.py --quick                              # a tiny Llama, made here;
-    seconds python examples/retrofit.py --model meta-llama/Llama-3.2-1B --prelude 4 --core 8 --coda
-    4 --lora 16 python examples/retrofit.py --model Qwen/Qwen3-0.6B --prelude 8 --core 12 --coda 8
-    --bfloat16 --device cuda python examples/retrofit.py --model smollm2 --prelude 12 --core 2
-    --coda 6 --dropped 10 --distil --gate 0.15
+    python examples/retrofit.py --quick               # seconds: a tiny Llama, made here
+    python examples/retrofit.py --model meta-llama/Llama-3.2-1B --prelude 4 --core 8 --coda 4 \
+        --lora 16
+    python examples/retrofit.py --model Qwen/Qwen3-0.6B --prelude 8 --core 12 --coda 8 \
+        --bfloat16 --device cuda
+    python examples/retrofit.py --model smollm2 --prelude 12 --core 2 --coda 6 --dropped 10 \
+        --distil --gate 0.15
 """
 
 import math

@@ -8,11 +8,10 @@ model of 4 blocks sees the same batches, in as many steps. Interrupt it and run 
 from its last checkpoint. parity.py is a shorter script, to copy.
 
     python examples/state_tracking.py                                # parity
-    python examples/state_tracking.py --quick                        # only the implicit model, up
-    to length 16 python examples/state_tracking.py --group S4                     # any group, by
-    the same recipe python examples/state_tracking.py --group A5 --generators 2      # the smallest
-    group that is not solvable python examples/state_tracking.py --backbone llama               #
-    parity with Transformer blocks
+    python examples/state_tracking.py --quick                        # seconds: does it run?
+    python examples/state_tracking.py --group S4                     # any group, the same recipe
+    python examples/state_tracking.py --group A5 --generators 2      # the smallest unsolvable one
+    python examples/state_tracking.py --backbone llama               # Transformer blocks
 """
 
 import itertools

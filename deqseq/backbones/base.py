@@ -8,7 +8,7 @@ from itertools import repeat
 from typing import Annotated, Any, Generic, TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -96,26 +96,30 @@ class Inputs:
         dropout: dropout masks, one per layer, ``(batch, length, d_model)``; empty outside training.
         rotary: cosines and sines of the positions, as the blocks use them, each ``(batch or 1,
             length, headdim)`` or ``(batch or 1, length, 1, headdim)``; empty if there are none.
+        real: which tokens the others attend to, ``(batch, 1, 1, length)``, in a backbone that is
+            not causal. Default: all.
     """
 
     injection: Float[Tensor, "batch length width"] | None = None
     dropout: tuple[Float[Tensor, "batch length d_model"], ...] = ()
     rotary: tuple[Float[Tensor, "rows length *heads headdim"], ...] = ()
+    real: Bool[Tensor, "batch 1 1 length"] | None = None
 
     def take_rows(self, rows: RowIndex) -> "Inputs":
         """Only the given ``rows``, ``(rows,)``; tables that all rows share stay as they are."""
         shared = all(len(table) == 1 for table in self.rotary)
         rotary = self.rotary if shared else take(self.rotary, rows)
-        return Inputs(take(self.injection, rows), take(self.dropout, rows), rotary)
+        parts = take((self.injection, self.dropout), rows)
+        return Inputs(*parts, rotary, take(self.real, rows))
 
 
 class Backbone(nn.Module, ABC, Generic[C]):
     r"""A stack of sequence layers seen as a map on sequences, :math:`z \mapsto f_\theta(z, x)`.
 
-    It must be causal (a token depends on tokens up to it), and pure (neither the cache that it is
-    given nor any state of its own changes). Your own needs ``d_model``, :meth:`prepare` and
-    :meth:`forward`; with :meth:`advance` it can also be swept, cached and decoded.
-    :class:`deqseq.Affine` is the smallest one that has everything.
+    It must be causal (a token depends on tokens up to it), or say ``causal = False``, and pure
+    (neither the cache that it is given nor any state of its own changes). Your own needs
+    ``d_model``, :meth:`prepare` and :meth:`forward`; a causal one with :meth:`advance` can also be
+    swept, cached and decoded. :class:`deqseq.Affine` is the smallest one that has everything.
 
     Example:
         >>> class Pointwise(Backbone[Any]):  # each token on its own
@@ -134,12 +138,19 @@ class Backbone(nn.Module, ABC, Generic[C]):
     """
 
     d_model: int
-    """Width of the state."""
+    """Width of the input, and of the state unless :attr:`state_width` says otherwise."""
+    causal: bool = True
+    """Whether a token depends on tokens up to it only; if not, all of them are solved together."""
     gradient_checkpointing: bool = False
     """Whether the backward pass computes each block again instead of keeping its activations."""
     _stack: Any = None
     """The method that :meth:`run` calls: the part of :meth:`forward` from tensors to tensors."""
     _compiled: Callable[..., Any] | None = None
+
+    @property
+    def state_width(self) -> int:
+        """Width of the state: at least ``d_model``, which is what a head reads of it."""
+        return self.d_model
 
     @abstractmethod
     def prepare(self, x: Sequence, cache: C | None = None, mask: Mask | None = None) -> Any:
@@ -163,15 +174,15 @@ class Backbone(nn.Module, ABC, Generic[C]):
         """One iteration.
 
         Args:
-            z: the state, ``(batch, length, d_model)``.
+            z: the state, ``(batch, length, state_width)``.
             inputs: what :meth:`prepare` returned for these tokens.
             cache: what :meth:`advance` returned for the tokens before. Default: there are none.
             need_aux: whether :meth:`advance` will be called.
 
         Returns:
-            The new state, ``(batch, length, d_model)`` (its values at padding are ignored), and
-            what :meth:`advance` needs of this evaluation: a record of tensors with a row dimension,
-            or None if it is not needed.
+            The new state, of the shape of ``z`` (its values at padding are ignored), and what
+            :meth:`advance` needs of this evaluation: a record of tensors with a row dimension, or
+            None if it is not needed.
         """
 
     def advance(self, cache: C | None, aux: Any, tokens: int, counts: Counts | None = None) -> C:
@@ -298,6 +309,15 @@ def check_cache(
         raise ValueError(
             f"cache must be of this model and of the rows of its input: tensors {wanted} on "
             f"{x.device}, got {got} on {devices}"
+        )
+
+
+def check_narrow(name: str, backbone: Backbone[Any]) -> None:
+    """Refuse a backbone whose state is wider than its input, where its layers run once."""
+    if backbone.state_width != backbone.d_model:
+        raise ValueError(
+            f"{name} must have states as wide as its input, {backbone.d_model}, got a "
+            f"{type(backbone).__name__} with states of {backbone.state_width}"
         )
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from deqseq.arguments import PositiveInt, Within, checked, returned_by
-from deqseq.backbones.base import Backbone, Cache
+from deqseq.backbones.base import Backbone, Cache, check_narrow
 from deqseq.types import Counts, Mask, Sequence
 
 
@@ -163,13 +163,14 @@ class Injected(Backbone[Any]):
                 "injection=False, or give an attribute that is something else another name than "
                 "`injection`"
             )
+        check_narrow("Injected.backbone", backbone)
         width = getattr(injection, "d_model", backbone.d_model)
         if width != backbone.d_model:
             raise ValueError(
                 f"Injected.injection must have the backbone's d_model, {backbone.d_model}, got "
                 f"{width}"
             )
-        self.d_model = backbone.d_model
+        self.d_model, self.causal = backbone.d_model, backbone.causal
         self.backbone, self.injection = backbone, injection
 
     def prepare(

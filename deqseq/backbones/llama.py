@@ -42,7 +42,8 @@ class LlamaConfig:
         rope_scaling: the frequency scaling of Llama 3.1 and later. Default: none.
         norm_eps: epsilon of all norms.
         norms: where the norms of a block stand, as :class:`~deqseq.layers.LlamaBlock` says:
-            ``"pre"`` (Llama), ``"post"`` (OLMo 2), ``"sandwich"`` (Ouro) or ``"closed"`` (Huginn).
+            ``"pre"`` (Llama), ``"post"`` (OLMo 2), ``"sandwich"`` (Ouro), ``"closed"`` (Huginn) or
+            ``"outer"`` (TRM, and the first Transformers).
         qk_norm: whether queries and keys are normalised, each over all of its heads, as in OLMo 2.
         qk_bias: whether the projections to queries and keys have a bias, as in Huginn.
         final_norm: whether a norm follows the last block.
@@ -55,6 +56,11 @@ class LlamaConfig:
         skip_scale: in (0, 1]: the state is multiplied by it before the first block. The norm of a
             branch does not see it; the residual path carries less of the state, and the iteration
             converges faster. The paper has 1.
+        causal: whether a token attends to those up to it only. Otherwise it attends to all: there
+            are no caches, and all tokens are solved together.
+        grid: whether the tokens of a row are the cells of a square, line by line, so that half of
+            the channels turns with the line and half with the column; not with ``causal``. A
+            rectangle becomes a square by cells of a token of their own.
 
     Raises:
         TypeError, ValueError: names the field, what it got and what it wants.
@@ -82,6 +88,8 @@ class LlamaConfig:
     weight_norm: bool = True
     injection: bool = True
     skip_scale: SkipScale = 1.0
+    causal: bool = True
+    grid: bool = False
 
     def __post_init__(self) -> None:
         if self.headdim is None and self.d_model % self.n_heads:
@@ -90,6 +98,11 @@ class LlamaConfig:
                 f"{self.n_heads}"
             )
         check_heads("LlamaConfig", self.n_heads, self.kv_heads, self.head_width)
+        if self.grid and (self.causal or self.head_width % 4):
+            raise ValueError(
+                "LlamaConfig.grid must come with causal=False and a headdim that 4 divides, got "
+                f"causal={self.causal}, headdim {self.head_width}"
+            )
 
     @property
     def head_width(self) -> int:
@@ -271,7 +284,7 @@ class Llama(BlockStack[LlamaCache]):
     @checked
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.config, self.d_model = config, config.d_model
+        self.config, self.d_model, self.causal = config, config.d_model, config.causal
         self.layers = nn.ModuleList(_block(config) for _ in range(config.n_layers))
         norm = RMSNorm(config.d_model, config.norm_eps)
         self.norm = norm if config.final_norm else nn.Identity()
@@ -280,21 +293,25 @@ class Llama(BlockStack[LlamaCache]):
     def prepare(
         self, x: Sequence, cache: LlamaCache | None = None, mask: Mask | None = None
     ) -> Inputs:
-        config, tokens = self.config, x.shape[1]
+        config = self.config
         shape = (config.kv_heads, None, config.head_width)  # those of keys and values
         check_cache(cache, LlamaCache, x, repeat(shape, 2 * len(self.layers)))
-        if cache is None:
-            positions = torch.arange(tokens, device=x.device)[None]
+        if config.grid:
+            positions = grid_positions(x, mask)
+        elif cache is None:
+            positions = torch.arange(x.shape[1], device=x.device)[None]
         else:
-            positions = cache.positions(tokens)
+            positions = cache.positions(x.shape[1])
         dtype = torch.float32
         if not config.float32_rotary:
             dtype = torch.promote_types(x.dtype, torch.float32)
+        turning = config.head_width // (2 if config.grid else 1)
         frequencies = rotary_frequencies(
-            config.head_width, config.rope_theta, config.rope_scaling, x.device, dtype
+            turning, config.rope_theta, config.rope_scaling, x.device, dtype
         )
         tables = rotary_tables(positions, frequencies, x.dtype)
-        return replace(self.prepared(x), rotary=tables)
+        real = None if mask is None or config.causal else mask[:, None, None]
+        return replace(self.prepared(x), rotary=tables, real=real)
 
     def forward(
         self,
@@ -308,7 +325,7 @@ class Llama(BlockStack[LlamaCache]):
         if cache is not None:
             cache = cache.reserve(z.shape[1])  # does nothing if the solve has reserved already
             past = tuple(Past(layer, cache.length) for layer in cache.layers)
-        mask = self.layers[0].self_attn.attend.mask(z, cache)
+        mask = self.layers[0].self_attn.attend.mask(z, cache) if self.causal else inputs.real
         z, key_values = self.run(z, inputs.injection, inputs.rotary, past, inputs.dropout, mask)
         return z, key_values if need_aux else None
 
@@ -333,6 +350,19 @@ class Llama(BlockStack[LlamaCache]):
         return self.norm(z), tuple(key_values)
 
 
+def grid_positions(x: Sequence, mask: Mask | None) -> Int64[Tensor, "rows length 2"]:
+    """The line and the column of each token, if the real ones of each row fill a square."""
+    counts = x.new_tensor([x.shape[1]]) if mask is None else mask.sum(dim=1)
+    sides = counts.sqrt().round().long()[:, None]
+    if not torch.equal(sides[:, 0] ** 2, counts.long()):
+        raise ValueError(
+            "the tokens of each row must fill a square, as LlamaConfig.grid says, got "
+            f"{counts.long().tolist()} tokens"
+        )
+    cells = torch.arange(x.shape[1], device=x.device)[None]
+    return torch.stack([cells // sides, cells % sides], dim=2)
+
+
 def _block(config: LlamaConfig) -> LlamaBlock:
     attention = Attention(
         config.d_model,
@@ -342,6 +372,7 @@ def _block(config: LlamaConfig) -> LlamaBlock:
         qk_norm=config.qk_norm,
         qk_bias=config.qk_bias,
         norm_eps=config.norm_eps,
+        causal=config.causal,
     )
     width = config.mlp_width or int(8 * config.d_model / 3)
     return LlamaBlock(attention, config.d_model, width, config.norm_eps, config.norms)

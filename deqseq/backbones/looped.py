@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from deqseq.arguments import PositiveInt, checked, returned_by
-from deqseq.backbones.base import Backbone, JointCache, parts_of
+from deqseq.backbones.base import Backbone, JointCache, check_narrow, parts_of
 from deqseq.start import Start, initial_state
 from deqseq.step import evaluate
 from deqseq.types import Counts, Mask, Sequence
@@ -75,7 +75,8 @@ class Looped(Backbone[JointCache]):
         start: Start = "input",
     ) -> None:
         super().__init__()
-        self.d_model = backbone.d_model
+        check_narrow("Looped.backbone", backbone)
+        self.d_model, self.causal = backbone.d_model, backbone.causal
         self.backbone, self.steps, self.choose = backbone, steps, choose
         self.start: Start | Tensor = start
 

@@ -169,7 +169,7 @@ class _Examination:
             return
         try:
             in_window = _rows(self.call.repeat(sweep=WINDOW, stop=self.stop).converged)
-        except NotImplementedError:  # a backbone without advance() has one sweep
+        except NotImplementedError:  # not causal, or without advance()
             return
         passed = (solved.stats.residual <= self.longer.rtol).cumprod(dim=1)
         length = passed.shape[1]
@@ -269,7 +269,7 @@ class _Examination:
         elsewhere = "A solve from a random start converges elsewhere."
         different_rows = _apart(usual, other, tight.atol)
         causes |= dict.fromkeys(different_rows, Cause("several fixed points", elsewhere))
-        with suppress(NotImplementedError):  # a backbone without advance() has one sweep
+        with suppress(NotImplementedError):  # not causal, or without advance()
             causes |= self._other_sweeps()
         estimated = call.estimated_value(outcome)
         if estimated is None:

@@ -1,4 +1,4 @@
-"""Causal attention with rotary positions, grouped heads and an injection."""
+"""Attention with rotary positions, grouped heads and an injection."""
 
 from typing import Any, NamedTuple
 
@@ -64,7 +64,9 @@ class DotProduct:
         *,
         causal: bool,
     ) -> Float[Tensor, "batch new heads headdim"]:
-        """Mixed values, with what :meth:`mask` returned; ``causal``: no tokens come before."""
+        """Mixed values, with what :meth:`mask` returned; ``causal``: without a mask each token
+        attends to those up to it.
+        """
         mixed = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=layer.groups > 1
         )
@@ -72,7 +74,7 @@ class DotProduct:
 
 
 class Attention(nn.Module):
-    r"""Multi-head causal attention; parameters are named as in the public Llama models.
+    r"""Multi-head attention; parameters are named as in the public Llama models.
 
     .. math:: [q, k, v] = [W_q, W_k, W_v]\, x + \text{injection}, \qquad
               y = W_o\, \mathrm{softmax}\Bigl(\tfrac{R q\, (R k)^\top}{\sqrt d} +
@@ -88,6 +90,7 @@ class Attention(nn.Module):
         qk_norm: whether queries and keys are normalised, each over all of its heads, as in OLMo 2.
         qk_bias: whether their projections have a bias, as in Huginn.
         norm_eps: epsilon of the norms.
+        causal: whether a token attends to those up to it only.
 
     Raises:
         ValueError: heads that the key-value heads do not divide, or an odd ``headdim``.
@@ -119,9 +122,11 @@ class Attention(nn.Module):
         qk_norm: bool = False,
         qk_bias: bool = False,
         norm_eps: PositiveFloat = 1e-5,
+        causal: bool = True,
     ) -> None:
         super().__init__()
         check_heads("Attention", n_heads, n_kv_heads, headdim)
+        self.causal = causal
         self.headdim, self.groups = headdim, n_heads // n_kv_heads
         queries, values = n_heads * headdim, n_kv_heads * headdim
         self.parts = (queries, values, values)
@@ -155,7 +160,7 @@ class Attention(nn.Module):
             past: the tokens before; without a graph, new keys and values are written into its
                 buffer. Default: none.
             mask: what ``attend.mask`` returned. Default: each token attends to itself and those
-                before it.
+                before it, or to all if it is not causal.
         """
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if injection is not None:
@@ -167,7 +172,7 @@ class Attention(nn.Module):
         new = KeyValues(rotate(k, tables).transpose(1, 2), v.transpose(1, 2))
         seen = new if past is None else past.joined(new)
         keys, values = (part.to(q.dtype) for part in seen)
-        mixed = self.attend(self, q, keys, values, mask, causal=past is None)
+        mixed = self.attend(self, q, keys, values, mask, causal=self.causal and past is None)
         return self.o_proj(mixed.flatten(2)), new
 
 

@@ -100,7 +100,7 @@ class Mamba2Block(nn.Module):
         return z, aux
 
 
-Norms = Literal["pre", "post", "sandwich", "closed"]
+Norms = Literal["pre", "post", "sandwich", "closed", "outer"]
 """Where the norms of a :class:`LlamaBlock` stand."""
 
 
@@ -113,9 +113,10 @@ class LlamaBlock(nn.Module):
         \text{pre (Llama):}\quad       & z \leftarrow z + m \odot g(n(z)) \\
         \text{post (OLMo 2):}\quad     & z \leftarrow z + m \odot n_2(g(z)) \\
         \text{sandwich (Ouro):}\quad   & z \leftarrow z + m \odot n_2(g(n(z))) \\
-        \text{closed (Huginn):}\quad   & z \leftarrow n_2(z + m \odot g(n(z)))
+        \text{closed (Huginn):}\quad   & z \leftarrow n_2(z + m \odot g(n(z))) \\
+        \text{outer (TRM):}\quad       & z \leftarrow n_2(z + m \odot g(z))
 
-    The last one keeps the state bounded. Parameters are named as in the public Llama and Ouro
+    The last two keep the state bounded. Parameters are named as in the public Llama and Ouro
     models.
 
     Args:
@@ -143,9 +144,9 @@ class LlamaBlock(nn.Module):
         norms: Norms = "pre",
     ) -> None:
         super().__init__()
-        self.closed = norms == "closed"
+        self.closed = norms in ("closed", "outer")
         norm = partial(RMSNorm, d_model, norm_eps)
-        first = nn.Identity if norms == "post" else norm
+        first = nn.Identity if norms in ("post", "outer") else norm
         second = nn.Identity if norms == "pre" else norm
         self.input_layernorm = first()
         self.self_attn = attention

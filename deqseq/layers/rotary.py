@@ -86,7 +86,7 @@ def rotary_frequencies(
 
 
 def rotary_tables(
-    positions: Int64[Tensor, "batch length"],
+    positions: Int64[Tensor, "batch length *axes"],
     frequencies: Float[Tensor, " half"],
     dtype: torch.dtype,
 ) -> RotaryTables:
@@ -96,15 +96,17 @@ def rotary_tables(
     any dtype, and weights were trained with that rounding.
 
     Args:
-        positions: ``(batch, length)``; a batch of one serves all rows.
-        frequencies: of :func:`rotary_frequencies`, ``(headdim / 2,)``.
+        positions: ``(batch, length)``; a batch of one serves all rows. In a grid each token has
+            two, ``(batch, length, 2)``: half of the channels turns with either.
+        frequencies: of :func:`rotary_frequencies`, ``(headdim / 2,)``; in a grid half as many.
         dtype: of the result.
 
     Example:
         >>> rotary_tables(torch.tensor([[0, 1]]), torch.tensor([0.5]), torch.float32)[0][0, 1]
         tensor([[0.8776, 0.8776]])
     """
-    angles = positions[..., None, None].to(frequencies.dtype) * frequencies
+    angles = positions.to(frequencies.dtype)[..., None] * frequencies
+    angles = angles.flatten(2)[:, :, None]
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)
 

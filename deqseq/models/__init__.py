@@ -5,10 +5,18 @@ from deqseq.models.causal_lm import CausalLM
 from deqseq.models.examples import EXAMPLES, load_example
 from deqseq.models.explicit import ExplicitModel
 from deqseq.models.implicit import ImplicitModel
-from deqseq.models.output import CausalLMOutput, Evaluation, Generation, ModelOutput, NewTokens
+from deqseq.models.output import (
+    CausalLMOutput,
+    Evaluation,
+    Generation,
+    ModelOutput,
+    NewTokens,
+    TokenClassifierOutput,
+)
 from deqseq.models.presets import PRESETS, preset
 from deqseq.models.recurrent_depth import RecurrentDepth
 from deqseq.models.specification import LanguageModelSpec
+from deqseq.models.token_classifier import TokenClassifier
 
 __all__ = [
     "EXAMPLES",
@@ -24,6 +32,8 @@ __all__ = [
     "ModelOutput",
     "NewTokens",
     "RecurrentDepth",
+    "TokenClassifier",
+    "TokenClassifierOutput",
     "load_example",
     "preset",
 ]

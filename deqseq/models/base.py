@@ -37,7 +37,9 @@ class Model(nn.Module, ABC):
     """
 
     d_model: int
-    """Width of the states."""
+    """Width of the embedded tokens."""
+    causal: bool
+    """Whether a token's state depends on tokens up to it only."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_setting(self, name)
@@ -114,7 +116,7 @@ class BackboneModel(Model):
     def __init__(self, backbone: Backbone[Any]) -> None:
         super().__init__()
         check_integer("backbone.d_model", getattr(backbone, "d_model", None), 1)
-        self.backbone, self.d_model = backbone, backbone.d_model
+        self.backbone, self.d_model, self.causal = backbone, backbone.d_model, backbone.causal
 
     @checked
     def commit(

@@ -19,7 +19,7 @@ from deqseq.arguments import (
     check_type,
     checked,
 )
-from deqseq.backbones.base import Cache
+from deqseq.backbones.base import Cache, check_narrow
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.models.base import Model, refuse_setting
 from deqseq.models.eval_mode import eval_mode
@@ -77,6 +77,13 @@ class CausalLM(nn.Module):
         logit_softcap: Annotated[float, Within("(0, inf)")] | None = None,
     ) -> None:
         super().__init__()
+        if not model.causal:
+            raise ValueError(
+                "model must be causal, or its tokens would see those that they predict: a "
+                "TokenClassifier takes models in both directions"
+            )
+        if isinstance(core := solved_part(model), ImplicitModel):
+            check_narrow("model", core.backbone)
         self.embedding_dropout, self.embedding_scale = embedding_dropout, embedding_scale
         self.logit_softcap = logit_softcap
         self.embedding = nn.Embedding(vocab_size, model.d_model)
@@ -145,7 +152,7 @@ class CausalLM(nn.Module):
         output = self.model(x, mask=mask, cache=cache, return_cache=return_cache, **options)
         logits, loss = self.logits(output.value), None
         if answers is not None:
-            loss = _cross_entropy(logits[:, : answers.shape[1]], answers)
+            loss = cross_entropy(logits[:, : answers.shape[1]], answers)
         return CausalLMOutput(logits, loss, output.cache, output.stats, output.status, output.call)
 
     @checked
@@ -300,14 +307,7 @@ class CausalLM(nn.Module):
             answers = answers[:, 1:]
             if mask is not None:  # the token that predicts a label must be real too
                 answers = answers.masked_fill(~mask[:, :-1], IGNORED)
-        scored = answers[answers != IGNORED]
-        if scored.numel() == 0:
-            raise ValueError(
-                f"{name} leave nothing to score: all of them are {IGNORED}, or there is no next "
-                "token"
-            )
-        shown = f"{name} (but for {IGNORED}, which is ignored)"
-        check_ids(shown, scored[None], self.embedding.num_embeddings)
+        check_scored(name, answers, self.embedding.num_embeddings)
         return answers
 
 
@@ -329,7 +329,17 @@ def check_tokens(name: str, ids: Tensor, embedding: nn.Embedding) -> None:
     check_ids(name, ids, embedding.num_embeddings)
 
 
-def _cross_entropy(logits: Tensor, answers: Tokens) -> Float[Tensor, ""]:
+def check_scored(name: str, answers: Tokens, n_classes: int) -> None:
+    """Refuse labels or targets out of their range, or that leave nothing to score."""
+    scored = answers[answers != IGNORED]
+    if scored.numel() == 0:
+        raise ValueError(
+            f"{name} leave nothing to score: all of them are {IGNORED}, or there is no next token"
+        )
+    check_ids(f"{name} (but for {IGNORED}, which is ignored)", scored[None], n_classes)
+
+
+def cross_entropy(logits: Tensor, answers: Tokens) -> Float[Tensor, ""]:
     """Mean cross entropy in nats, in at least float32."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits.flatten(0, 1), answers.flatten(), ignore_index=IGNORED)

@@ -5,13 +5,13 @@ from typing import Annotated, Any
 import torch
 
 from deqseq.arguments import AtLeast, checked
-from deqseq.backbones.base import Backbone, Cache
+from deqseq.backbones.base import Backbone, Cache, check_narrow
 from deqseq.layers import with_weights
 from deqseq.models.base import BackboneModel, Uncommitted, check_input
 from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.models.padding import Padding
 from deqseq.start import Start
-from deqseq.tokens import TokenArgs, token_map
+from deqseq.tokens import TokenArgs, check_commits, token_map
 from deqseq.types import Mask, Sequence
 
 UNSET = {"callback": None, "throw": False, "solve": None}
@@ -36,6 +36,7 @@ class ExplicitModel(BackboneModel):
     @checked
     def __init__(self, backbone: Backbone[Any]) -> None:
         super().__init__(backbone)
+        check_narrow("backbone", backbone)
 
     @checked
     def forward(
@@ -61,6 +62,8 @@ class ExplicitModel(BackboneModel):
             if name not in UNSET or value is not UNSET[name]:
                 raise TypeError(f"an explicit model has nothing to solve: it takes no {name}")
         check_input(x, self.backbone)
+        if return_cache or cache is not None:
+            check_commits(self.backbone)
         padding = Padding.of(x, mask)
         tokens = padding.compact(x)
         args = self._args(tokens, cache, padding.mask, return_cache)
@@ -79,6 +82,7 @@ class ExplicitModel(BackboneModel):
         iterations: Annotated[int, AtLeast(1)] = 1,
     ) -> Evaluation:
         check_input(x, self.backbone)
+        check_commits(self.backbone)
         value, aux = token_map(x, self._args(x, cache, None, True))
         return Evaluation(value, value, value, Uncommitted(self.backbone, cache, aux))
 

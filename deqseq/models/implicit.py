@@ -23,7 +23,7 @@ from deqseq.start import Start, initial_state
 from deqseq.step import Callback, autocast_dtype, check_start, evaluate, in_autocast
 from deqseq.stop import Stop
 from deqseq.tokens import TokenArgs, check_commits, token_map
-from deqseq.types import Mask, Sequence
+from deqseq.types import Mask, Sequence, State
 
 
 @dataclass
@@ -47,16 +47,16 @@ class ModelCall(Call):
     x: Sequence
     mask: Mask | None
     cache: Cache | None
-    start: Sequence | None
+    start: State | None
     solve: SolveConfig
-    value: Sequence
+    value: State
     training: bool
     autocast: torch.dtype | None
 
     def repeat(
         self,
         *,
-        start: Sequence | None = None,
+        start: State | None = None,
         callback: Callback | None = None,
         with_graph: bool = False,
         **changes: Any,
@@ -90,10 +90,10 @@ class ModelCall(Call):
     def dtype(self) -> torch.dtype:
         return self.autocast or self.value.dtype
 
-    def solved_value(self, outcome: Outcome) -> Sequence:
+    def solved_value(self, outcome: Outcome) -> State:
         return self.value
 
-    def estimated_value(self, outcome: Outcome) -> Sequence | None:
+    def estimated_value(self, outcome: Outcome) -> State | None:
         return self.repeat(with_graph=True).value.detach() if self.training else None
 
 
@@ -204,14 +204,15 @@ class ImplicitModel(BackboneModel):
         if states is not None:
             del fields["start"]
         config = resolve(self.solve_config, solve, fields)
-        self._check(x, states, return_cache)
+        swept = config.sweep.block is not None or cache is not None
+        self._check(x, states, return_cache or (swept and not self.backbone.causal))
         padding, needs_grad = Padding.of(x, mask), self._requires_gradient(x, states)
         with torch.set_grad_enabled(needs_grad):
             backbone, compact = with_weights(self.backbone), padding.compact(x)
             tokens = TokenArgs.prepared(backbone, compact, cache, padding.mask, return_cache)
             if states is None:
                 _check_injection(tokens, config)
-            z0 = start_states(compact, states, padding, config.start)
+            z0 = self._start_states(compact, states, padding, config.start)
             problem = Problem(
                 f=token_map,
                 z0=z0 if config.gradient.reaches_start else z0.detach(),
@@ -265,7 +266,7 @@ class ImplicitModel(BackboneModel):
         tokens = TokenArgs.prepared(backbone, x, cache, None, True)
         if states is None:
             _check_injection(tokens, config)
-        z = start_states(x, states, Padding(), config.start)
+        z = self._start_states(x, states, Padding(), config.start)
         point, aux = z, None
         for _ in range(iterations):
             point = z
@@ -302,9 +303,28 @@ class ImplicitModel(BackboneModel):
     def _check(self, x: Sequence, start: Tensor | None, commits: bool) -> None:
         check_input(x, self.backbone)
         if start is not None:
-            check_states(start, x)
+            check_states(start, wide(x, self.backbone.state_width))
         if commits:
             check_commits(self.backbone)
+
+    def _start_states(
+        self, tokens: Sequence, states: Tensor | None, padding: Padding, start: Start
+    ) -> Tensor:
+        """Where the iteration begins, real tokens first: at given ``states``, or at ``start``."""
+        if states is not None:
+            return padding.compact(states)
+        width = self.backbone.state_width
+        if start == "input" and width != self.d_model:
+            raise ValueError(
+                f'start must not be "input" where the state is wider ({width}) than the input '
+                f"({self.d_model}): begin at zero, random states, or states of your own"
+            )
+        states = initial_state(start, wide(tokens, width))
+        if start == "zero":
+            return states
+        if padding.mask is not None:
+            states = states.masked_fill(~padding.mask[..., None], 0)
+        return states.nan_to_num(0.0, 0.0, 0.0)  # a row that is not finite diverges on its own
 
     @contextmanager
     def without_warnings(self) -> Iterator[None]:
@@ -337,25 +357,16 @@ class ImplicitModel(BackboneModel):
 
 
 def check_states(start: Tensor, x: Tensor) -> None:
-    """Refuse states that do not fit the embedded tokens."""
+    """Refuse states that are not like ``x``."""
     check_start("start", start)
     if start.shape != x.shape or start.dtype != x.dtype or start.device != x.device:
         wanted, got = (f"{t.dtype} {tuple(t.shape)} on {t.device}" for t in (x, start))
-        raise ValueError(f"start must be like the embedded tokens, {wanted}, got {got}")
+        raise ValueError(f"start must be like the states, {wanted}, got {got}")
 
 
-def start_states(
-    tokens: Sequence, states: Tensor | None, padding: Padding, start: Start
-) -> Sequence:
-    """Where the iteration begins, real tokens first: at given ``states``, or at the ``start``."""
-    if states is not None:
-        return padding.compact(states)
-    states = initial_state(start, tokens)
-    if start == "zero":
-        return states
-    if padding.mask is not None:
-        states = states.masked_fill(~padding.mask[..., None], 0)
-    return states.nan_to_num(0.0, 0.0, 0.0)  # a row that is not finite diverges on its own
+def wide(x: Sequence, width: int) -> Tensor:
+    """Embedded tokens, or what has their dtype and device and the width of the state."""
+    return x if x.shape[2] == width else x.new_zeros(()).expand(*x.shape[:2], width)
 
 
 def _check_injection(tokens: TokenArgs, config: SolveConfig) -> None:

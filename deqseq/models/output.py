@@ -53,6 +53,27 @@ class CausalLMOutput(Outcome):
     call: Call | None = field(default=None, repr=False, compare=False)
 
 
+@dataclass(frozen=True, repr=False)
+class TokenClassifierOutput(Outcome):
+    """A class for every token.
+
+    Attributes:
+        logits: ``(batch, length, n_classes)``.
+        states: those of the model, ``(batch, length, state_width)``, for ``start`` of a later call.
+        loss: mean cross entropy in nats, ``()``, in float32 at least; None without targets.
+        stats: numbers of the solve, per token; None for an explicit model.
+        status: a :class:`~deqseq.Status` per row, ``(batch,)``; None for an explicit model.
+        call: what was solved, and how, for :meth:`explain`; not saved with the object.
+    """
+
+    logits: Float[Tensor, "batch length n_classes"]
+    states: Float[Tensor, "batch length state_width"]
+    loss: Float[Tensor, ""] | None = None
+    stats: SolveStats | None = None
+    status: Int64[Tensor, " batch"] | None = None
+    call: Call | None = field(default=None, repr=False, compare=False)
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """A few iterations of some tokens, which may still be committed: what a model's ``evaluate``

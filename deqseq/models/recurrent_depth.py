@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from deqseq.arguments import checked, returned_by
-from deqseq.backbones.base import Cache, JointCache, parts_of
+from deqseq.backbones.base import Cache, JointCache, check_narrow, parts_of
 from deqseq.models.base import OTHER_EVALUATION, Model, Uncommitted
 from deqseq.models.explicit import ExplicitModel
 from deqseq.models.implicit import ImplicitModel
@@ -71,7 +71,9 @@ class RecurrentDepth(Model):
         widths = [part.backbone.d_model for part in (prelude, core, coda)]
         if len(set(widths)) > 1:
             raise ValueError(f"prelude, core and coda must have the same d_model, got {widths}")
+        check_narrow("core", core.backbone)
         self.d_model = widths[0]
+        self.causal = prelude.causal and core.causal and coda.causal
         self.prelude, self.core, self.coda = prelude, core, coda
         self.norm = nn.Identity() if norm is None else norm
 

@@ -1,4 +1,6 @@
-"""What every backbone must do: be causal, keep rows independent, and change nothing in place."""
+"""What every backbone must do: be causal or say that it is not, keep rows independent, and change
+nothing in place.
+"""
 
 import copy
 from itertools import repeat
@@ -26,7 +28,7 @@ class BackboneContract:
     It checks single evaluations first, at any state, with their gradients, and then whole solves,
     for which the backbone must contract, or ``config`` name a solver that finds its fixed point.
     All tests use a copy in float64, and all but one use eval mode. Tests of the cache are skipped
-    for a backbone without ``advance``.
+    for a backbone that is not causal or has no ``advance``.
 
     Attributes:
         backbone: the backbone, of any width.
@@ -46,12 +48,16 @@ class BackboneContract:
         return copy.deepcopy(self.backbone).double().eval()
 
     def randn(self, batch: int, length: int, seed: int = 0) -> Tensor:
-        """Random inputs or states, ``(batch, length, d_model)``."""
+        """Random inputs, ``(batch, length, d_model)``."""
         return random(batch, length, self.backbone.d_model, seed=seed)
+
+    def states(self, batch: int, length: int, seed: int = 1) -> Tensor:
+        """Random states, ``(batch, length, state_width)``."""
+        return random(batch, length, self.backbone.state_width, seed=seed)
 
     def example(self, batch: int, length: int) -> tuple[Backbone[Any], Tensor, Tensor]:
         """A copy to test, its input x and a state z."""
-        return self.made(), self.randn(batch, length), self.randn(batch, length, seed=1)
+        return self.made(), self.randn(batch, length), self.states(batch, length)
 
     def advance(
         self,
@@ -67,9 +73,9 @@ class BackboneContract:
             return backbone.advance(cache, aux, tokens, counts)
 
     def require_advance(self) -> None:
-        """Skip the test if the backbone has no ``advance``."""
+        """Skip the test if the backbone is not causal or has no ``advance``."""
         if not has_advance(self.backbone):
-            raise SkipTest("the backbone has no advance()")
+            raise SkipTest("the backbone keeps no cache")
 
     def solved(self, x: Tensor, sweep: Sweep = Simultaneous(), **options: Any) -> ModelOutput:
         """The fixed point, which must be found."""
@@ -85,7 +91,7 @@ class BackboneContract:
     # One evaluation
 
     def test_keeps_the_dtype(self) -> None:
-        backbone, x, z = self.example(2, 5)
+        backbone, x, z = self.example(2, 4)
         expected, _ = evaluated(backbone, x, z)
         for dtype, rtol in ((torch.float64, 1e-12), (torch.float32, 1e-3), (torch.bfloat16, 0.2)):
             value, _ = evaluated(self.made().to(dtype), x.to(dtype), z.to(dtype))
@@ -95,20 +101,20 @@ class BackboneContract:
 
     def test_tensors_are_made_on_the_device_of_the_state(self) -> None:
         """A tensor made without a device is on "meta" here, and cannot be used with the others."""
-        backbone, x, z = self.example(2, 5)
+        backbone, x, z = self.example(2, 4)
         expected, _ = evaluated(backbone, x, z, need_aux=True)
         with torch.device("meta"):
             inputs = backbone.prepare(x)
             value, aux = backbone(z, inputs, need_aux=True)
             tensors = [value, *tensors_of((inputs, aux))]
             if has_advance(backbone):
-                tensors += self.advance(backbone, None, aux, 5).tensors()
+                tensors += self.advance(backbone, None, aux, 4).tensors()
         assert {tensor.device for tensor in tensors} == {x.device}
         assert torch.equal(value, expected)
 
     def test_one_prepare_makes_one_map_in_training_mode_too(self) -> None:
         """``prepare`` draws random masks, once per solve: a map that draws has no fixed point."""
-        backbone, x, z = self.example(3, 5)
+        backbone, x, z = self.example(3, 4)
         backbone.train()
         inputs, rows = backbone.prepare(x), torch.tensor([2, 0])
         value, _ = backbone(z, inputs)
@@ -126,11 +132,13 @@ class BackboneContract:
         assert torch.autograd.gradcheck(value, leaves, fast_mode=True, atol=1e-6, rtol=1e-4)
 
     def test_causal(self) -> None:
+        if not self.backbone.causal:
+            raise SkipTest("the backbone is not causal")
         backbone, x, z = self.example(2, 7)
         value, _ = evaluated(backbone, x, z)
-        ending = self.randn(2, 3, seed=2)  # random, because a norm would remove a constant
-        other_x = torch.cat([x[:, :4], ending], dim=1)
-        other_z = torch.cat([z[:, :4], ending], dim=1)
+        # random, because a norm would remove a constant
+        other_x = torch.cat([x[:, :4], self.randn(2, 3, seed=2)], dim=1)
+        other_z = torch.cat([z[:, :4], self.states(2, 3, seed=3)], dim=1)
         for changed_x, changed_z in ((other_x, z), (x, other_z)):
             changed, _ = evaluated(backbone, changed_x, changed_z)
             assert torch.allclose(changed[:, :4], value[:, :4], 1e-9, 1e-9), (
@@ -140,9 +148,17 @@ class BackboneContract:
                 "a token must depend on its input and its state"
             )
 
+    def test_padding_is_not_seen(self) -> None:
+        backbone, x, z = self.example(2, 9)
+        counts = torch.tensor([4, 9])
+        value, _ = evaluated(backbone, x, z, mask=torch.arange(9) < counts[:, None])
+        for row, count in enumerate(counts.tolist()):
+            some = slice(row, row + 1), slice(count)
+            assert_same(value[some], evaluated(backbone, x[some], z[some])[0])
+
     def test_rows_are_independent(self) -> None:
         backbone, x, z = self.example(3, 4)
-        rows, counts = torch.tensor([1, 1, 2, 0]), torch.tensor([4, 2, 1])
+        rows, counts = torch.tensor([1, 1, 2, 0]), torch.tensor([4, 4, 1])
         mask = torch.arange(4) < counts[:, None]
         inputs = backbone.prepare(x, None, mask)
         value, aux = backbone(z, inputs, need_aux=True)
@@ -160,8 +176,8 @@ class BackboneContract:
 
     def test_pure(self) -> None:
         """Nothing that it is given changes, nor a cache if another one continues the same."""
-        backbone, x, z = self.example(2, 3)
-        other_z = self.randn(2, 3, seed=2)
+        backbone, x, z = self.example(2, 4)
+        other_z = self.states(2, 4, seed=2)
         cache: Cache | None = None
         inputs = backbone.prepare(x)
 
@@ -178,18 +194,19 @@ class BackboneContract:
             with_a_graph, _ = backbone(z, inputs, cache)
             assert_same(with_a_graph, first)
             assert_close(watched(), copies, rtol=0, atol=0)
-            next_cache = self.advance(backbone, cache, aux, 3)
+            next_cache = self.advance(backbone, cache, aux, 4)
             copies += [tensor.clone() for tensor in next_cache.tensors()]
             with torch.no_grad():
                 _, other_aux = backbone(other_z, inputs, cache, need_aux=True)
-            other_cache = self.advance(backbone, cache, other_aux, 3)
+            other_cache = self.advance(backbone, cache, other_aux, 4)
             assert_close([*watched(), *next_cache.tensors()], copies, rtol=0, atol=0)
             assert not all(map(torch.allclose, next_cache.tensors(), other_cache.tensors()))
-            cache, inputs = next_cache.reserve(3), backbone.prepare(x, next_cache)
+            cache, inputs = next_cache.reserve(4), backbone.prepare(x, next_cache)
 
     # The cache
 
     def test_a_sequence_cut_anywhere_is_the_sequence(self) -> None:
+        self.require_advance()
         backbone, x, z = self.example(2, 40)
         inputs = backbone.prepare(x)
         whole, whole_aux = backbone(z, inputs, need_aux=True)
@@ -208,8 +225,9 @@ class BackboneContract:
 
     def test_padding_does_not_change_a_row(self) -> None:
         """Nor does what the other rows commit: row 2 commits nothing, and keeps its cache."""
+        self.require_advance()
         backbone, x, z = self.example(3, 5)
-        later_x, later_z = self.randn(3, 4, seed=2), self.randn(3, 4, seed=3)
+        later_x, later_z = self.randn(3, 4, seed=2), self.states(3, 4, seed=3)
         mask = torch.arange(5) < torch.tensor([[2], [5], [1]])
         cache: Cache | None = None
         for committed in (3, 5):  # without tokens before, and after some
@@ -230,16 +248,23 @@ class BackboneContract:
 
     # Whole solves
 
+    def test_a_row_with_padding_is_solved_as_alone(self) -> None:
+        x, counts = self.randn(3, 9), torch.tensor([9, 1, 4])
+        padded = self.solved(x, mask=torch.arange(9) < counts[:, None])
+        for row, count in enumerate(counts.tolist()):
+            some = slice(row, row + 1), slice(count)
+            assert_same(padded.value[some], self.solved(x[some]).value, 1e-7)
+
     def test_every_sweep_finds_the_same_fixed_point(self) -> None:
         """With padding after its tokens, a row is the beginning of the row without."""
+        self.require_advance()
         x = self.randn(3, 7)
         real = torch.arange(7) < torch.tensor([[7], [1], [4]])
-        whole = self.solved(x, return_cache=has_advance(self.backbone))
+        whole = self.solved(x, return_cache=True)
         beginnings = whole.value.masked_fill(~real[..., None], 0)
         for sweep in SWEEPS:
             padded = self.solved(x, sweep, mask=real)
             assert_same(padded.value, beginnings, 1e-7, f"{sweep}, with padding")
-            self.require_advance()
             output = self.solved(x, sweep, return_cache=True)
             assert_same(output.value, whole.value, 1e-7, str(sweep))
             assert_same_cache(output.cache, whole.cache, 1e-7)
@@ -251,7 +276,7 @@ class BackboneContract:
 
 def has_advance(backbone: Backbone[Any]) -> bool:
     """Whether the backbone can be swept, cached and decoded."""
-    return type(backbone).advance is not Backbone.advance
+    return backbone.causal and type(backbone).advance is not Backbone.advance
 
 
 def evaluated(

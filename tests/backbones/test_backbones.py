@@ -48,6 +48,19 @@ class TestLlamaOfHuginn(BackboneContract):
     backbone = contractive_llama(norms="closed", qk_bias=True, final_norm=False)
 
 
+class TestLlamaInBothDirections(BackboneContract):
+    backbone = contractive_llama(causal=False, norms="outer")
+
+
+class TestLlamaOnAGrid(BackboneContract):
+    backbone = contractive_llama(causal=False, grid=True, headdim=4)
+
+
+@unchecked
+class TestLlamaInBothDirectionsInjected(BackboneContract):
+    backbone = injected(dq.ConcatInjection(8), partial(contractive_llama, causal=False))
+
+
 class TestMamba2(BackboneContract):
     backbone = contractive_mamba2(n_groups=2, mlp_width=6, skip_scale=0.5)
 

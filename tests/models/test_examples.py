@@ -47,6 +47,20 @@ def test_a5_is_right_and_converges_at_four_times_its_training_length():
 
 
 @torch.no_grad()
+def test_sudokus_are_solved_and_converge():
+    sudoku = dq.load_example("sudoku")
+    puzzles = ("5.36...1.3....2..1...2...4..5...1.3.", "1....263.....2...6...21...36...4...1")
+    answers = ("523614614325432561165243346152251436", "154362632145321456465213513624246531")
+    inputs, solutions = (
+        torch.tensor([[*map(int, text.replace(".", "0"))] for text in texts])
+        for texts in (puzzles, answers)
+    )
+    output = sudoku(inputs)
+    assert torch.equal(output.logits.argmax(-1) + 1, solutions)
+    assert output.converged.all()
+
+
+@torch.no_grad()
 def test_text_predicts_bytes_it_was_not_trained_on_and_converges():
     lm = dq.load_example("text")
     line = b"The king sees the fool, and the fool mocks the king.\n"

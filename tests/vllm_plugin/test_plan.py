@@ -81,6 +81,13 @@ def test_the_layers_of_a_decoder(family, norms, qk_norm, biases):
     assert not found.core.injection
 
 
+def test_layers_that_are_not_causal_are_refused():
+    config = saved(layers(), None)
+    config["backbone"]["causal"] = False
+    with pytest.raises(ValueError, match=r"backbone\.causal must be True to be served, got False"):
+        plan(config)
+
+
 def test_a_looped_model_has_a_slot_for_each_step():
     found = plan(saved(layers(injection=False), None, steps=4))
     assert found.solve is None

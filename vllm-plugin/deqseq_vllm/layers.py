@@ -80,6 +80,7 @@ class Block(nn.Module):
             "post": (False, True),
             "sandwich": (True, True),
             "closed": (True, True),
+            "outer": (False, True),
         }[layers.norms]
 
         def norm(used: bool) -> nn.Module:
@@ -87,7 +88,7 @@ class Block(nn.Module):
 
         self.input_layernorm, self.input_layernorm_2 = norm(before), norm(after)
         self.post_attention_layernorm, self.post_attention_layernorm_2 = norm(before), norm(after)
-        self.closed = layers.norms == "closed"
+        self.closed = layers.norms in ("closed", "outer")
         self.self_attn = SelfAttention(layers, config, numbers, steps)
         self.mlp = LlamaMLP(layers.d_model, layers.mlp_width, "silu", config.quant_config)
 

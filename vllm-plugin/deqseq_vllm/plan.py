@@ -9,7 +9,7 @@ Json = Mapping[str, Any]
 LLAMA = {
     *("name", "d_model", "n_layers", "n_heads", "n_kv_heads", "headdim", "mlp_width", "rope_theta"),
     *("rope_scaling", "norm_eps", "norms", "qk_norm", "qk_bias", "final_norm", "float32_rotary"),
-    *("dropout", "weight_norm", "injection", "skip_scale"),
+    *("dropout", "weight_norm", "injection", "skip_scale", "causal", "grid"),
 }
 """Fields of a LlamaConfig that are read here or change nothing; others are of a later deqseq."""
 FAMILIES = ("llama", "mistral", "olmo2", "qwen2", "qwen3")
@@ -154,6 +154,8 @@ def _layers(name: str, config: Json) -> Layers | None:
     if unknown := ", ".join(sorted(part.keys() - LLAMA)):
         known = "a LlamaConfig of a deqseq that this plugin knows"
         _refuse(name, known, f"the fields {unknown}")
+    if not part.get("causal", True):
+        _refuse(f"{name}.causal", True, False)
     iterated = name == "backbone" and (config["solve"] is not None or config["steps"] is not None)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": part["rope_theta"]}
     if scaling := part["rope_scaling"]:

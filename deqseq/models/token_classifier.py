@@ -1,0 +1,164 @@
+"""A class for every token: puzzles, tagging; in both directions or in one."""
+
+from typing import Annotated, Any, Unpack
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor, nn
+
+from deqseq.arguments import AtLeast, Within, check_like, checked
+from deqseq.config import SolveConfig, SolveFields
+from deqseq.models.base import Model, refuse_setting
+from deqseq.models.causal_lm import IGNORED, Tokens, check_scored, check_tokens, cross_entropy
+from deqseq.models.implicit import ImplicitModel
+from deqseq.models.output import TokenClassifierOutput
+from deqseq.models.padding import check_mask
+from deqseq.models.recurrent_depth import solved_part
+from deqseq.step import Callback
+from deqseq.types import Mask, Sequence
+
+Positions = Int64[Tensor, "length kinds"]
+"""Where the tokens stand: of each kind one number per token."""
+
+
+class TokenClassifier(nn.Module):
+    r"""An embedding, a model, and a linear head that gives every token a class.
+
+    .. math:: x_t = E_{i_t} + \sum_k P^{(k)}_{p_{tk}}, \qquad y_t = W z^*_t + b
+
+    Unlike a :class:`CausalLM` it takes models in both directions, such as those of
+    ``LlamaConfig(causal=False)``, whose tokens see all others; and it generates nothing. The head
+    reads the first ``d_model`` channels of a state that is wider.
+
+    Args:
+        vocab_size: number of different tokens.
+        n_classes: number of classes.
+        model: an :class:`ImplicitModel`, :class:`ExplicitModel` or :class:`RecurrentDepth`.
+        positions: where the tokens of a row stand, int64, ``(length, kinds)``, from 0: line, column
+            and box of the cells of a Sudoku, say. Each number of each kind has a vector of its own,
+            which is added to the token's. Default: none.
+        embedding_std: standard deviation of the initial vectors.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type or out of its range.
+
+    Example:
+        >>> import deqseq as dq
+        >>> config = dq.LlamaConfig(d_model=16, n_heads=2, causal=False)
+        >>> cells = torch.cartesian_prod(torch.arange(3), torch.arange(3))
+        >>> model = dq.TokenClassifier(4, 2, dq.ImplicitModel(dq.Llama(config)), positions=cells)
+        >>> ids = torch.randint(4, (5, 9))
+        >>> output = model(ids, targets=ids % 2)
+        >>> output.logits.shape, output.loss.ndim
+        (torch.Size([5, 9, 2]), 0)
+    """
+
+    positions: Tensor | None
+
+    @checked
+    def __init__(
+        self,
+        vocab_size: Annotated[int, AtLeast(1)],
+        n_classes: Annotated[int, AtLeast(1)],
+        model: Model,
+        *,
+        positions: Positions | None = None,
+        embedding_std: Annotated[float, Within("[0, inf)")] = 1.0,
+    ) -> None:
+        super().__init__()
+        self.n_classes, self.model = n_classes, model
+        self.embedding = nn.Embedding(vocab_size, model.d_model)
+        nn.init.normal_(self.embedding.weight, std=embedding_std)
+        self.position_embedding = None
+        if positions is not None:
+            _check_positions(positions)
+            sizes = positions.amax(dim=0) + 1
+            positions = positions + sizes.cumsum(0) - sizes
+            self.position_embedding = nn.Embedding(int(sizes.sum()), model.d_model)
+            nn.init.normal_(self.position_embedding.weight, std=embedding_std)
+        self.register_buffer("positions", positions)
+        self.head = nn.Linear(model.d_model, n_classes)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_setting(self, name)
+        super().__setattr__(name, value)
+
+    @checked
+    def forward(
+        self,
+        input_ids: Tokens,
+        *,
+        targets: Tokens | None = None,
+        mask: Mask | None = None,
+        callback: Callback | None = None,
+        throw: bool = False,
+        solve: SolveConfig | None = None,
+        **fields: Unpack[SolveFields],
+    ) -> TokenClassifierOutput:
+        """Predict the class of every token.
+
+        Args:
+            input_ids: ``(batch, length)``.
+            targets: classes, ``(batch, length)``; -100 and padding are left out of the loss.
+            mask: bool, True at real tokens, ``(batch, length)``; padding may be on either side of a
+                row. Default: no padding.
+            callback: called at every check of the residual, as in :meth:`ImplicitModel.forward`.
+            throw: whether rows that spent their budget or diverged raise an error.
+            solve: replaces the model's :class:`SolveConfig` for this call.
+            **fields: fields of :class:`SolveConfig` to replace for this call; ``start`` may also be
+                the states to begin from, those of another call, say. An explicit model takes
+                neither these nor ``callback``, ``throw`` and ``solve``.
+
+        Returns:
+            Logits, states, the loss if targets were given, and statistics.
+
+        Raises:
+            ValueError: a bad shape, ids or targets out of their range, or nothing to score.
+            TypeError: an option that the model does not take.
+        """
+        check_tokens("input_ids", input_ids, self.embedding)
+        if self.positions is not None and len(self.positions) != input_ids.shape[1]:
+            raise ValueError(
+                f"input_ids must have the length of positions, {len(self.positions)}, got "
+                f"{input_ids.shape[1]}"
+            )
+        if targets is not None:
+            check_like("targets", targets, input_ids, "input_ids")
+            if mask is not None:
+                check_mask(mask, input_ids)
+                targets = targets.masked_fill(~mask, IGNORED)
+            check_scored("targets", targets, self.n_classes)
+        options: dict[str, Any] = {"callback": callback, "throw": throw, "solve": solve, **fields}
+        output = self.model(self.embed(input_ids), mask=mask, **options)
+        logits = self.head(output.value[..., : self.model.d_model])
+        loss = None if targets is None else cross_entropy(logits, targets)
+        return TokenClassifierOutput(
+            logits, output.value, loss, output.stats, output.status, output.call
+        )
+
+    @property
+    def core(self) -> ImplicitModel | None:
+        """The implicit part: the model itself, or that of a :class:`RecurrentDepth`; or None."""
+        return solved_part(self.model)
+
+    def compile(self, **options: Any) -> None:
+        """Compile the blocks of the model with ``torch.compile``, which takes the ``options``."""
+        self.model.compile(**options)
+
+    def embed(self, input_ids: Tokens) -> Sequence:
+        """The input of the model: ``input_ids``, ``(batch, length)``, embedded, with positions."""
+        x = self.embedding(input_ids)
+        if self.position_embedding is None:
+            return x
+        return x + self.position_embedding(self.positions).sum(dim=1)
+
+
+def _check_positions(positions: Tensor) -> None:
+    """Refuse positions that are not whole numbers from 0, in one row per token."""
+    fits = positions.ndim == 2 and positions.dtype == torch.int64 and 0 not in positions.shape
+    if not fits or bool((positions < 0).any()):
+        raise ValueError(
+            "positions must be int64 of shape (length, kinds), at least 0, got "
+            f"{positions.dtype} {tuple(positions.shape)}"
+            + (f" with {int(positions.min())}" if fits else "")
+        )

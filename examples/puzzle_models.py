@@ -1,0 +1,85 @@
+"""The models of puzzles.py: a fixed point of one state, or of two, and an ordinary Transformer."""
+
+from typing import Any
+
+import torch
+from puzzle_tasks import Maze, Sudoku
+from torch import Tensor
+
+import deqseq as dq
+
+SOLVERS = {"naive": dq.Naive(), "relaxed": dq.Relaxed(0.8)}
+SOLVERS |= {"adaptive": dq.Adaptive(), "anderson": dq.Anderson()}
+GRADIENTS = {"phantom": dq.Phantom(4, damping=0.8), "one_step": dq.OneStep()}
+GRADIENTS |= {"implicit": dq.Implicit(), "unrolled": dq.Unrolled()}
+SUPERVISIONS, CYCLES, THOUGHTS = 4, 2, 3  # of trm: updates of a batch, and in each of them
+
+
+class TwoStates(dq.Backbone[Any]):
+    r"""The recurrence of Tiny Recursive Models, whose state is an answer y beside a thought z.
+
+    .. math:: z \leftarrow \mathrm{net}(z + y + x)\ (L\ \text{times}), \qquad
+              y \leftarrow \mathrm{net}(y + z)
+
+    References:
+        Jolicoeur-Martineau, Less is More: Recursive Reasoning with Tiny Networks, 2025, arXiv
+        2510.04871.
+    """
+
+    def __init__(self, net: dq.Llama, thoughts: int) -> None:
+        super().__init__()
+        self.net, self.thoughts, self.d_model, self.causal = net, thoughts, net.d_model, False
+
+    @property
+    def state_width(self) -> int:
+        """Those of answer and thought."""
+        return 2 * self.d_model
+
+    def prepare(self, x: Tensor, cache: Any = None, mask: Tensor | None = None) -> Any:
+        """The input, and what the layers need."""
+        return x, self.net.prepare(x, None, mask)
+
+    def forward(
+        self, z: Tensor, inputs: Any, cache: Any = None, *, need_aux: bool = False
+    ) -> tuple[Tensor, None]:
+        """One cycle: thoughts, then an answer."""
+        x, prepared = inputs
+        y, z = z.chunk(2, dim=-1)
+        for _ in range(self.thoughts):
+            z, _ = self.net(z + y + x, prepared)
+        y, _ = self.net(y + z, prepared)
+        return torch.cat([y, z], dim=-1), None
+
+
+def make_layers(options: Any) -> dq.LlamaConfig:
+    """The layers of all models: they see all cells, and norms keep their states bounded."""
+    return dq.LlamaConfig(
+        d_model=options.width,
+        n_layers=options.layers,
+        n_heads=4,
+        mlp_width=2 * options.width,
+        rope_theta=100.0,
+        norms="outer",
+        final_norm=False,
+        weight_norm=False,
+        injection=False,
+        causal=False,
+        grid=True,
+    )
+
+
+def make_model(options: Any, task: Sudoku | Maze) -> dq.TokenClassifier:
+    """The model of a run, with fresh weights."""
+    torch.manual_seed(options.seed)
+    layers = dq.Llama(make_layers(options))
+    evaluated = dq.SolveConfig(SOLVERS[options.solver], dq.Stop(rtol=0.01, max_steps=64))
+    if options.model == "explicit":
+        model = dq.ExplicitModel(layers)
+    else:
+        stop, backbone = dq.Stop.exactly(CYCLES), TwoStates(layers, THOUGHTS)
+        if options.model == "deq":
+            stop = dq.Stop(rtol=0.03, max_steps=options.iterations)
+            backbone = dq.Injected(layers, dq.AddInjection())
+        solve = dq.SolveConfig(SOLVERS[options.solver], stop, GRADIENTS[options.gradient])
+        model = dq.ImplicitModel(backbone, solve, evaluated)
+    return dq.TokenClassifier(task.vocab_size, task.n_classes, model, positions=task.positions)

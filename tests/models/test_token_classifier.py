@@ -1,0 +1,245 @@
+"""A class for every token, and models whose tokens see all others."""
+
+import copy
+
+import pytest
+import torch
+from small_models import contractive_llama, contractive_mamba2, recurrent_depth
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+import deqseq as dq
+from deqseq.as_json import from_json, to_json
+from deqseq.models.specification import parts_of
+
+SOLVE = dq.SolveConfig(stop=dq.Stop(rtol=1e-10, max_steps=200))
+CELLS = torch.cartesian_prod(torch.arange(2), torch.arange(3))
+
+
+def both_ways(**changes):
+    return dq.ImplicitModel(contractive_llama(causal=False, **changes), SOLVE)
+
+
+def classifier(model=None, **options):
+    torch.manual_seed(1)
+    return dq.TokenClassifier(5, 3, model or both_ways(), **options).double().eval()
+
+
+def ids(*shape, seed=0):
+    return torch.randint(5, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_logits_are_the_head_of_the_fixed_point_of_tokens_and_positions():
+    lm = classifier(positions=CELLS)
+    tokens = ids(2, 6)
+    output = lm(tokens, throw=True)
+    rows, columns = lm.position_embedding.weight[:2], lm.position_embedding.weight[2:]
+    x = lm.embedding.weight[tokens] + rows[CELLS[:, 0]] + columns[CELLS[:, 1]]
+    z = output.states
+    assert_close(lm.model.backbone(z, lm.model.backbone.prepare(x))[0], z, rtol=0, atol=1e-8)
+    assert_close(output.logits, z @ lm.head.weight.T + lm.head.bias)
+    assert output.logits.shape == (2, 6, 3)
+
+
+def test_the_loss_leaves_out_padding_and_ignored_targets():
+    lm, tokens, targets = classifier(), ids(2, 6), ids(2, 6, seed=1) % 3
+    mask = torch.arange(6) < torch.tensor([[6], [4]])
+    targets[0, 1] = -100
+    output = lm(tokens, targets=targets, mask=mask)
+    scored = mask & (targets >= 0)
+    expected = F.cross_entropy(output.logits[scored], targets[scored])
+    assert_close(output.loss, expected)
+
+
+@pytest.mark.parametrize("grid", [False, True])
+def test_a_padded_row_is_the_row_alone(grid):
+    lm, tokens = classifier(both_ways(grid=grid, headdim=4)), ids(3, 9)
+    runs = ((0, 9), (0, 4), (8, 9))
+    mask = torch.tensor([[a <= t < b for t in range(9)] for a, b in runs])
+    output = lm(tokens, mask=mask, throw=True)
+    for row, (a, b) in enumerate(runs):
+        alone = lm(tokens[row : row + 1, a:b], throw=True)
+        assert_close(output.logits[row : row + 1, a:b], alone.logits, rtol=1e-7, atol=1e-7)
+
+
+def test_every_token_sees_every_other():
+    lm, tokens = classifier(), ids(1, 5)
+    logits = lm(tokens).logits
+    for place in range(5):
+        other = tokens.clone()
+        other[0, place] = (other[0, place] + 1) % 5
+        changed = (lm(other).logits - logits).abs().amax(dim=2)[0]
+        assert changed.min() > 1e-4
+
+
+def test_a_grid_turns_halves_of_the_channels_by_line_and_column():
+    backbone = contractive_llama(causal=False, grid=True, headdim=8, rope_theta=100.0)
+    cos, _ = backbone.prepare(torch.zeros(1, 9, 8, dtype=torch.float64)).rotary
+    line, column = torch.arange(9) // 3, torch.arange(9) % 3
+    rates = torch.tensor([1.0, 0.1])
+    angles = torch.cat([line[:, None] * rates, column[:, None] * rates], dim=1)
+    assert_close(cos[0, :, 0], torch.cat([angles, angles], dim=1).cos().double())
+
+
+def test_a_row_of_a_grid_must_fill_a_square():
+    lm = classifier(both_ways(grid=True, headdim=4))
+    with pytest.raises(
+        ValueError, match=r"tokens of each row must fill a square.*got \[6\] tokens"
+    ):
+        lm(ids(2, 6))
+    mask = torch.arange(9) < torch.tensor([[9], [3]])
+    with pytest.raises(ValueError, match=r"must fill a square.*got \[9, 3\] tokens"):
+        lm(ids(2, 9), mask=mask)
+    with pytest.raises(ValueError, match=r"LlamaConfig\.grid must come with causal=False and a he"):
+        dq.LlamaConfig(8, n_heads=1, grid=True)
+    with pytest.raises(ValueError, match=r"4 divides, got causal=False, headdim 6"):
+        dq.LlamaConfig(12, n_heads=2, causal=False, grid=True)
+
+
+def test_what_needs_a_causal_model_is_refused_by_name():
+    model, x = both_ways(), torch.randn(2, 4, 8, dtype=torch.float64)
+    lm = classifier(model)
+    layers = contractive_llama(causal=False, injection=False)
+    injected = dq.Injected(layers, dq.AddInjection()).double()
+    refused = (
+        lambda: model(x, sweep=dq.Sliding(2)),
+        lambda: model(x, sweep=dq.Sequential()),
+        lambda: lm(ids(2, 4), sweep=dq.Chunked(2)),
+        lambda: model(x, return_cache=True),
+        lambda: model.evaluate(x),
+        lambda: dq.ExplicitModel(model.backbone)(x, return_cache=True),
+        lambda: dq.ExplicitModel(model.backbone).evaluate(x),
+        lambda: dq.ImplicitModel(injected)(x, sweep=dq.Sliding(2)),
+        lambda: dq.ImplicitModel(dq.Looped(model.backbone, 2))(x, sweep=dq.Sliding(2)),
+    )
+    for call in refused:
+        with pytest.raises(NotImplementedError, match=r"this \w+ is not causal: all of its tokens"):
+            call()
+    given = dq.ImplicitModel(contractive_llama())(x, return_cache=True).cache
+    with pytest.raises(NotImplementedError, match="not causal"):
+        model(x, cache=given)
+    with pytest.raises(ValueError, match=r"model must be causal.*TokenClassifier takes models"):
+        dq.CausalLM(5, model)
+    with pytest.raises(ValueError, match="model must be causal"):
+        dq.CausalLM(5, recurrent_depth(model))
+
+
+def test_explain_solves_a_model_that_is_not_causal_again():
+    output = classifier()(ids(3, 6))
+    assert "all 3 rows: converged" in str(output.explain())
+
+
+@pytest.mark.parametrize("make", [contractive_llama, contractive_mamba2, None])
+def test_causal_and_recurrent_depth_models_classify_too(make):
+    model = recurrent_depth(both_ways()) if make is None else dq.ImplicitModel(make(), SOLVE)
+    lm = classifier(model)
+    output = lm(ids(2, 4), targets=ids(2, 4) % 3, throw=True)
+    output.loss.backward()
+    assert all(parameter.grad is not None for parameter in lm.parameters())
+    assert lm.core is (model.core if make is None else model)
+
+
+def test_a_specification_and_json_name_models_in_both_directions():
+    config = dq.LlamaConfig(8, n_heads=2, causal=False, grid=True, norms="outer", injection=False)
+    spec = dq.LanguageModelSpec(5, config, SOLVE, injection="add")
+    model = spec.build_model()
+    assert not model.causal
+    assert parts_of(model)["backbone"] == from_json("backbone", to_json(config), "it")
+    assert parts_of(model)["backbone"].grid
+    with pytest.raises(ValueError, match="model must be causal"):
+        spec.build()
+
+
+def test_checkpointing_and_bfloat16_and_copies(tmp_path):
+    lm = classifier().float()
+    tokens, targets = ids(2, 6), ids(2, 6) % 3
+    stop = dq.Stop.exactly(8)
+    gradients = []
+    for checkpointed in (False, True):
+        lm.model.backbone.gradient_checkpointing = checkpointed
+        lm.train().zero_grad()
+        lm(tokens, targets=targets, stop=stop, gradient=dq.Unrolled()).loss.backward()
+        gradients.append([parameter.grad for parameter in lm.parameters()])
+    assert_close(*gradients)
+    logits = lm.eval()(tokens, stop=stop).logits
+    torch.save(lm.state_dict(), tmp_path / "weights.pt")
+    other = classifier(positions=None).float()
+    other.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
+    assert torch.equal(other(tokens, stop=stop).logits, logits)
+    half = copy.deepcopy(lm).bfloat16()(tokens, stop=stop).logits
+    assert half.dtype == torch.bfloat16
+    assert_close(half.float(), logits, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda lm: lm(ids(2, 5)), ValueError, "input_ids must have the length of positions, 6"),
+        (
+            lambda lm: lm(ids(2, 6), targets=ids(2, 6) + 1),
+            ValueError,
+            r"targets \(but for -100.*0..2",
+        ),
+        (lambda lm: lm(ids(2, 6), targets=ids(2, 6) * 0 - 100), ValueError, "nothing to score"),
+        (lambda lm: lm(ids(2, 6), targets=ids(2, 4)), ValueError, "targets must"),
+        (lambda lm: lm(ids(2, 6) + 1), ValueError, "input_ids must lie in 0..4"),
+        (lambda lm: lm(ids(2, 6), cache=None), TypeError, "unknown argument 'cache'"),
+        (lambda lm: setattr(lm, "solve", SOLVE), AttributeError, "would be read by nothing"),
+        (lambda lm: classifier(positions=CELLS.float()), ValueError, "positions must be int64"),
+        (lambda lm: classifier(positions=CELLS - 1), ValueError, "at least 0, got .* with -1"),
+        (lambda lm: classifier(positions=CELLS[0]), ValueError, r"shape \(length, kinds\)"),
+        (lambda lm: classifier(embedding_std=-1), ValueError, "embedding_std must"),
+        (lambda lm: classifier(lm), TypeError, "model must be a Model"),
+    ],
+)
+def test_bad_values_are_named(call, error, text):
+    with pytest.raises(error, match=text):
+        call(classifier(positions=CELLS))
+
+
+class Pair(dq.Backbone):
+    """Two halves of a state, of which the second follows the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.d_model, self.inner = 8, torch.nn.Linear(16, 16).double()
+
+    @property
+    def state_width(self):
+        return 16
+
+    def prepare(self, x, cache=None, mask=None):
+        return torch.cat([x, x.flip(2)], dim=2)
+
+    def forward(self, z, inputs, cache=None, *, need_aux=False):
+        return torch.tanh(self.inner(z) / 4 + inputs), None
+
+
+def test_a_state_may_be_wider_than_its_input():
+    lm = classifier(dq.ImplicitModel(Pair(), SOLVE))
+    tokens = ids(3, 5)
+    mask = torch.arange(5) < torch.tensor([[5], [2], [4]])
+    for start in ("zero", dq.RandomStart(1.0), torch.ones(3, 5, 16, dtype=torch.float64)):
+        output = lm(tokens, mask=mask, start=start, throw=True)
+        assert output.states.shape == (3, 5, 16)
+        assert_close(output.logits, lm.head(output.states[..., :8]))
+    for start, text in (
+        (
+            "input",
+            r'start must not be "input" where the state is wider \(16\) than the input \(8\)',
+        ),
+        (torch.ones(3, 5, 8, dtype=torch.float64), r"start must be like the states.*\(3, 5, 16\)"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            lm(tokens, start=start)
+    for make in (
+        dq.ExplicitModel,
+        lambda wide: dq.Looped(wide, 2),
+        lambda wide: dq.Injected(wide, dq.AddInjection()),
+        lambda wide: recurrent_depth(dq.ImplicitModel(wide)),
+    ):
+        with pytest.raises(ValueError, match="states as wide as its input, 8, got a Pair with st"):
+            make(Pair())
+    with pytest.raises(ValueError, match="states as wide as its input"):
+        dq.CausalLM(5, dq.ImplicitModel(Pair()))
