@@ -32,7 +32,7 @@ class TwoStates(dq.Backbone[Any]):
 
     @property
     def state_width(self) -> int:
-        """Those of answer and thought."""
+        """Width of answer and thought together."""
         return 2 * self.d_model
 
     def prepare(self, x: Tensor, cache: Any = None, mask: Tensor | None = None) -> Any:
@@ -52,19 +52,19 @@ class TwoStates(dq.Backbone[Any]):
 
 
 def make_layers(options: Any) -> dq.LlamaConfig:
-    """The layers of all models: they see all cells, and norms keep their states bounded."""
+    """The layers of all models: they see all cells, and have two-dimensional positions."""
     return dq.LlamaConfig(
         d_model=options.width,
         n_layers=options.layers,
         n_heads=4,
         mlp_width=2 * options.width,
         rope_theta=100.0,
-        norms="outer",
+        norms="outer",  # after each residual path: states stay bounded
         final_norm=False,
         weight_norm=False,
-        injection=False,
+        injection=False,  # the input is added to the state, by Injected or TwoStates
         causal=False,
-        grid=True,
+        grid=True,  # the cells of a square, line by line
     )
 
 

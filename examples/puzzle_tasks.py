@@ -159,7 +159,7 @@ class Maze:
             cells[here + step] = cells[here + 2 * step] = 1
             stack.append(here + 2 * step)
         for r in range(1, side - 1):
-            for c in range(2 - r % 2, side - 1, 2):  # between two rooms
+            for c in range(1 + r % 2, side - 1, 2):  # between two rooms
                 if drawn.random() < OPENINGS:
                     cells[r * side + c] = 1
         return cells

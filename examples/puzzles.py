@@ -52,13 +52,13 @@ class Options(RunOptions):
     layers: int = 1  # blocks, each with its own weights
     solver: Literal["naive", "relaxed", "adaptive", "anderson"] = "adaptive"  # of all solves
     gradient: Literal["phantom", "one_step", "implicit", "unrolled"] = "phantom"  # in training
-    iterations: int = 16  # of deq in training, at most
+    iterations: int = 16  # in training, at most; deq only
     train_puzzles: int = 10_000  # puzzles that are trained on, each under many names
     test_puzzles: int = 1000  # held-out puzzles
     test_iterations: tuple[int, ...] = (4, 16, 64, 256)  # budgets of the test
     test_sides: tuple[int, ...] = (11, 15, 21)  # maze: cells of a side, in tests
     batch: int = 64  # puzzles of an update
-    lr: float = 1e-3  # peak learning rate
+    lr: float = 1e-3  # learning rate, after 200 updates of warm-up
     minutes: float = 6.0  # of CPU time in training
 
     FREE: ClassVar = (*RunOptions.FREE, "test_iterations", "test_sides")
@@ -177,7 +177,7 @@ def test(lm: dq.TokenClassifier, puzzles: Puzzles, options: Options) -> Iterator
             for name, values in numbers.items():
                 parts.setdefault(name, []).append(values.double())
         means = {name: round(torch.cat(found).mean().item(), 4) for name, found in parts.items()}
-        yield {"iterations": budget} | means
+        yield {"budget": budget} | means
 
 
 def draw(path: Path, lm: dq.TokenClassifier, puzzles: Puzzles, side: int) -> None:
@@ -209,7 +209,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines: dict[int, dict[int, str]] = {}
     for row in rows:
         settled = f" ({row['converged']:.0%} converged)" if "converged" in row else ""
-        lines.setdefault(row["tested"], {})[row["iterations"]] = f"{row['exact']:.3f}{settled}"
+        lines.setdefault(row["tested"], {})[row["budget"]] = f"{row['exact']:.3f}{settled}"
     header = ["cells of a side", *(f"{budget} iterations" for budget in lines[rows[0]["tested"]])]
     return markdown(header, [[side, *cells.values()] for side, cells in lines.items()])
 

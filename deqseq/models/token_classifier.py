@@ -1,4 +1,4 @@
-"""A class for every token: puzzles, tagging; in both directions or in one."""
+"""Classifies every token (puzzles, tagging), by a causal model or one in both directions."""
 
 from typing import Annotated, Any, Unpack
 
@@ -18,7 +18,7 @@ from deqseq.step import Callback
 from deqseq.types import Mask, Sequence
 
 Positions = Int64[Tensor, "length kinds"]
-"""Where the tokens stand: of each kind one number per token."""
+"""Coordinates of the tokens: a column per kind (line, column, box, say), a row per token."""
 
 
 class TokenClassifier(nn.Module):
@@ -26,9 +26,9 @@ class TokenClassifier(nn.Module):
 
     .. math:: x_t = E_{i_t} + \sum_k P^{(k)}_{p_{tk}}, \qquad y_t = W z^*_t + b
 
-    Unlike a :class:`CausalLM` it takes models in both directions, such as those of
-    ``LlamaConfig(causal=False)``, whose tokens see all others; and it generates nothing. The head
-    reads the first ``d_model`` channels of a state that is wider.
+    Unlike a :class:`CausalLM` it also takes models in both directions, such as those of
+    ``LlamaConfig(causal=False)``, whose tokens see all others; it cannot generate. The head reads
+    the first ``d_model`` channels of a state that is wider.
 
     Args:
         vocab_size: number of different tokens.
@@ -36,8 +36,8 @@ class TokenClassifier(nn.Module):
         model: an :class:`ImplicitModel`, :class:`ExplicitModel` or :class:`RecurrentDepth`.
         positions: where the tokens of a row stand, int64, ``(length, kinds)``, from 0: line, column
             and box of the cells of a Sudoku, say. Each number of each kind has a vector of its own,
-            which is added to the token's. Default: none.
-        embedding_std: standard deviation of the initial vectors.
+            which is added to the token's. All inputs then have this length. Default: none.
+        embedding_std: standard deviation of the initial embeddings of tokens and positions.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of its range.
@@ -53,7 +53,7 @@ class TokenClassifier(nn.Module):
         (torch.Size([5, 9, 2]), 0)
     """
 
-    positions: Tensor | None
+    position_ids: Tensor | None
 
     @checked
     def __init__(
@@ -76,7 +76,7 @@ class TokenClassifier(nn.Module):
             positions = positions + sizes.cumsum(0) - sizes
             self.position_embedding = nn.Embedding(int(sizes.sum()), model.d_model)
             nn.init.normal_(self.position_embedding.weight, std=embedding_std)
-        self.register_buffer("positions", positions)
+        self.register_buffer("position_ids", positions, persistent=False)
         self.head = nn.Linear(model.d_model, n_classes)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -99,7 +99,8 @@ class TokenClassifier(nn.Module):
 
         Args:
             input_ids: ``(batch, length)``.
-            targets: classes, ``(batch, length)``; -100 and padding are left out of the loss.
+            targets: classes, ``(batch, length)``; -100 (a cell that is given, say) and padding are
+                left out of the loss.
             mask: bool, True at real tokens, ``(batch, length)``; padding may be on either side of a
                 row. Default: no padding.
             callback: called at every check of the residual, as in :meth:`ImplicitModel.forward`.
@@ -117,9 +118,9 @@ class TokenClassifier(nn.Module):
             TypeError: an option that the model does not take.
         """
         check_tokens("input_ids", input_ids, self.embedding)
-        if self.positions is not None and len(self.positions) != input_ids.shape[1]:
+        if self.position_ids is not None and len(self.position_ids) != input_ids.shape[1]:
             raise ValueError(
-                f"input_ids must have the length of positions, {len(self.positions)}, got "
+                f"input_ids must have the length of positions, {len(self.position_ids)}, got "
                 f"{input_ids.shape[1]}"
             )
         if targets is not None:
@@ -150,7 +151,7 @@ class TokenClassifier(nn.Module):
         x = self.embedding(input_ids)
         if self.position_embedding is None:
             return x
-        return x + self.position_embedding(self.positions).sum(dim=1)
+        return x + self.position_embedding(self.position_ids).sum(dim=1)
 
 
 def _check_positions(positions: Tensor) -> None:

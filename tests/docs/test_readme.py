@@ -41,7 +41,6 @@ def test_the_code_runs_in_order(capsys, tmp_path, monkeypatch):
     assert bool(names["solution"].converged.all())
     assert names["W"].grad.abs().min() > 0
     bits = names["bits"]
-    assert torch.equal(names["model"](bits).logits, names["lm"](bits).logits)
     assert all(p.grad is not None for p in names["looped"].model.parameters())
     one = names["dq"].Stop.exactly(1)
     theirs = names["pretrained"].eval()(bits).logits

@@ -109,7 +109,7 @@ def test_it_writes_numbers_and_goes_on(tmp_path, capsys, options):
     budgets = [1] if "explicit" in options else [2, 6]
     sides = [7, 9] if "maze" in options else [4]
     kinds = [*itertools.product(sides, budgets)]
-    assert [(row["tested"], row["iterations"]) for row in rows] == kinds
+    assert [(row["tested"], row["budget"]) for row in rows] == kinds
     assert all(0 <= row["exact"] <= row["cells"] <= 1 for row in rows)
     assert all(row["updates"] > 0 and row["cpu_minutes"] >= 0.02 for row in rows)
     capsys.readouterr()

@@ -5,7 +5,9 @@ import copy
 import pytest
 import torch
 from small_models import contractive_llama, contractive_mamba2, recurrent_depth
+from torch import distributed
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import deqseq as dq
@@ -169,6 +171,21 @@ def test_checkpointing_and_bfloat16_and_copies(tmp_path):
     half = copy.deepcopy(lm).bfloat16()(tokens, stop=stop).logits
     assert half.dtype == torch.bfloat16
     assert_close(half.float(), logits, rtol=0.1, atol=0.1)
+
+
+def test_several_processes_train_it(tmp_path):
+    """One process of one: DistributedDataParallel wraps it, and its gradients arrive."""
+    lm, tokens = classifier(), ids(2, 6)
+    lm(tokens, targets=tokens % 3).loss.backward()
+    expected = [parameter.grad.clone() for parameter in lm.parameters()]
+    lm.zero_grad()
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        DistributedDataParallel(lm)(tokens, targets=tokens % 3).loss.backward()
+    finally:
+        distributed.destroy_process_group()
+    assert_close([parameter.grad for parameter in lm.parameters()], expected)
 
 
 @pytest.mark.parametrize(
