@@ -264,6 +264,11 @@ class Call(ABC):
         """Solve again, without a graph, from another start or with other fields of this object."""
 
     @property
+    def takes_windows(self) -> bool:
+        """Whether all tokens were solved together that could be solved in windows."""
+        return self.sweep is not None and self.sweep.block is None
+
+    @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
         """The precision in which the map was evaluated."""
@@ -342,6 +347,6 @@ def _advice(outcome: Outcome, call: Call | None) -> str:
     if call is not None and not call.stop.has_tolerance:
         return "without a tolerance no row can converge: give stop=Stop(rtol=1e-3)"
     advice = f"raise Stop.max_steps, loosen Stop.rtol, or try {others}"
-    if call is not None and call.sweep is not None and call.sweep.block is None:
+    if call is not None and call.takes_windows:
         return f"first try sweep=dq.Sliding(8); {advice}"
     return advice

@@ -125,6 +125,11 @@ def token_map(z: Sequence, tokens: TokenArgs) -> tuple[Sequence, Any]:
     return value.masked_fill(~tokens.mask[..., None], 0), aux
 
 
+def keeps_cache(backbone: Backbone[Any]) -> bool:
+    """Whether the backbone can be swept, cached and decoded."""
+    return backbone.causal and type(backbone).advance is not Backbone.advance
+
+
 def check_commits(backbone: Backbone[Any]) -> None:
     """Refuse a backbone that is not causal or has no ``advance``, before anything is solved."""
     if not backbone.causal:
@@ -132,7 +137,7 @@ def check_commits(backbone: Backbone[Any]) -> None:
             f"this {type(backbone).__name__} is not causal: all of its tokens are solved together, "
             "by the Simultaneous sweep, without cache, return_cache and evaluate()"
         )
-    if type(backbone).advance is Backbone.advance:
+    if not keeps_cache(backbone):
         backbone.advance(None, None, 1)
 
 

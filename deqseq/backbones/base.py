@@ -313,7 +313,7 @@ def check_cache(
 
 
 def check_narrow(name: str, backbone: Backbone[Any]) -> None:
-    """Refuse a backbone whose state is wider than its input, where its layers run once."""
+    """Refuse a backbone whose state is wider than its input, where it becomes the input."""
     if backbone.state_width != backbone.d_model:
         raise ValueError(
             f"{name} must have states as wide as its input, {backbone.d_model}, got a "

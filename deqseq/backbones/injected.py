@@ -170,8 +170,13 @@ class Injected(Backbone[Any]):
                 f"Injected.injection must have the backbone's d_model, {backbone.d_model}, got "
                 f"{width}"
             )
-        self.d_model, self.causal = backbone.d_model, backbone.causal
+        self.d_model = backbone.d_model
         self.backbone, self.injection = backbone, injection
+
+    @property
+    def causal(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the inner backbone is."""
+        return self.backbone.causal
 
     def prepare(
         self, x: Sequence, cache: Cache | None = None, mask: Mask | None = None

@@ -1,5 +1,6 @@
 """A stack of Llama blocks, and its cache of keys and values."""
 
+import math
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from threading import get_ident
@@ -284,16 +285,23 @@ class Llama(BlockStack[LlamaCache]):
     @checked
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.config, self.d_model, self.causal = config, config.d_model, config.causal
+        self.config, self.d_model = config, config.d_model
         self.layers = nn.ModuleList(_block(config) for _ in range(config.n_layers))
         norm = RMSNorm(config.d_model, config.norm_eps)
         self.norm = norm if config.final_norm else nn.Identity()
         self.add_injection(self.layers[0].self_attn.injected_width)
 
+    @property
+    def causal(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As configured."""
+        return self.config.causal
+
     def prepare(
         self, x: Sequence, cache: LlamaCache | None = None, mask: Mask | None = None
     ) -> Inputs:
         config = self.config
+        if cache is not None and not config.causal:
+            raise ValueError("cache must be None where LlamaConfig.causal is False")
         shape = (config.kv_heads, None, config.head_width)  # those of keys and values
         check_cache(cache, LlamaCache, x, repeat(shape, 2 * len(self.layers)))
         if config.grid:
@@ -352,13 +360,13 @@ class Llama(BlockStack[LlamaCache]):
 
 def grid_positions(x: Sequence, mask: Mask | None) -> Int64[Tensor, "rows length 2"]:
     """The line and the column of each token, if the real ones of each row fill a square."""
-    counts = x.new_tensor([x.shape[1]]) if mask is None else mask.sum(dim=1)
-    sides = counts.sqrt().round().long()[:, None]
-    if not torch.equal(sides[:, 0] ** 2, counts.long()):
+    counts = [x.shape[1]] if mask is None else mask.sum(dim=1).tolist()
+    if any(math.isqrt(count) ** 2 != count for count in counts):
         raise ValueError(
             "the tokens of each row must fill a square, as LlamaConfig.grid says, got "
-            f"{counts.long().tolist()} tokens"
+            f"{counts} tokens"
         )
+    sides = torch.tensor([[math.isqrt(count)] for count in counts], device=x.device)
     cells = torch.arange(x.shape[1], device=x.device)[None]
     return torch.stack([cells // sides, cells % sides], dim=2)
 

@@ -76,9 +76,14 @@ class Looped(Backbone[JointCache]):
     ) -> None:
         super().__init__()
         check_narrow("Looped.backbone", backbone)
-        self.d_model, self.causal = backbone.d_model, backbone.causal
+        self.d_model = backbone.d_model
         self.backbone, self.steps, self.choose = backbone, steps, choose
         self.start: Start | Tensor = start
+
+    @property
+    def causal(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the inner backbone is."""
+        return self.backbone.causal
 
     def prepare(
         self, x: Sequence, cache: JointCache | None = None, mask: Mask | None = None

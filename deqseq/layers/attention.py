@@ -78,9 +78,9 @@ class Attention(nn.Module):
 
     .. math:: [q, k, v] = [W_q, W_k, W_v]\, x + \text{injection}, \qquad
               y = W_o\, \mathrm{softmax}\Bigl(\tfrac{R q\, (R k)^\top}{\sqrt d} +
-              \text{causal}\Bigr)\, v
+              \text{mask}\Bigr)\, v
 
-    The injection enters before the rotation :math:`R`.
+    The injection enters before the rotation :math:`R`; the mask is causal, or leaves out padding.
 
     Args:
         d_model: width of the input and output.

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from deqseq.arguments import check_integer, checked
+from deqseq.arguments import check_integer, check_type, checked
 from deqseq.backbones.base import Backbone, Cache, check_sequence
 from deqseq.config import SolveFields
+from deqseq.layers import Attention
 from deqseq.models.output import Evaluation
 from deqseq.start import Start
 from deqseq.tokens import commit
@@ -38,7 +39,7 @@ class Model(nn.Module, ABC):
 
     d_model: int
     """Width of the embedded tokens."""
-    causal: bool
+    causal: bool = True
     """Whether a token's state depends on tokens up to it only."""
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -116,7 +117,20 @@ class BackboneModel(Model):
     def __init__(self, backbone: Backbone[Any]) -> None:
         super().__init__()
         check_integer("backbone.d_model", getattr(backbone, "d_model", None), 1)
-        self.backbone, self.d_model, self.causal = backbone, backbone.d_model, backbone.causal
+        check_type("backbone.causal", backbone.causal, bool)
+        check_integer("backbone.state_width", backbone.state_width, backbone.d_model)
+        for name, part in backbone.named_modules():
+            if backbone.causal and isinstance(part, (Backbone, Attention)) and not part.causal:
+                raise ValueError(
+                    f"backbone must say causal = False, as its part {name!r} does, a "
+                    f"{type(part).__name__}; got causal = True"
+                )
+        self.backbone, self.d_model = backbone, backbone.d_model
+
+    @property
+    def causal(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the backbone is causal."""
+        return self.backbone.causal
 
     @checked
     def commit(

@@ -77,13 +77,6 @@ class CausalLM(nn.Module):
         logit_softcap: Annotated[float, Within("(0, inf)")] | None = None,
     ) -> None:
         super().__init__()
-        if not model.causal:
-            raise ValueError(
-                "model must be causal, or its tokens would see those that they predict: a "
-                "TokenClassifier takes models in both directions"
-            )
-        if isinstance(core := solved_part(model), ImplicitModel):
-            check_narrow("model", core.backbone)
         self.embedding_dropout, self.embedding_scale = embedding_dropout, embedding_scale
         self.logit_softcap = logit_softcap
         self.embedding = nn.Embedding(vocab_size, model.d_model)
@@ -95,6 +88,14 @@ class CausalLM(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_setting(self, name)
+        if name == "model" and isinstance(value, Model):
+            if not value.causal:
+                raise ValueError(
+                    "model must be causal, or its tokens would see those that they predict: a "
+                    "TokenClassifier takes models in both directions"
+                )
+            if (core := solved_part(value)) is not None:
+                check_narrow("model", core.backbone)
         if name in ("embedding", "head") and isinstance(value, nn.Module):
             check_type(f"the weight of CausalLM.{name}", getattr(value, "weight", None), Tensor)
         if name == "embedding":

@@ -22,7 +22,7 @@ from deqseq.solve import Problem
 from deqseq.start import Start, initial_state
 from deqseq.step import Callback, autocast_dtype, check_start, evaluate, in_autocast
 from deqseq.stop import Stop
-from deqseq.tokens import TokenArgs, check_commits, token_map
+from deqseq.tokens import TokenArgs, check_commits, keeps_cache, token_map
 from deqseq.types import Mask, Sequence, State
 
 
@@ -85,6 +85,10 @@ class ModelCall(Call):
             return model(
                 x, mask=self.mask, cache=self.cache, callback=callback, solve=solve, **fields
             )
+
+    @property
+    def takes_windows(self) -> bool:
+        return super().takes_windows and keeps_cache(self.model.backbone)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -180,7 +184,7 @@ class ImplicitModel(BackboneModel):
             solve: replaces the model's configuration for this call.
             **fields: fields of :class:`SolveConfig` to replace for this call: ``solver``, ``stop``,
                 ``gradient``, ``sweep``, ``start``; the latter may also be the states to begin from,
-                ``(batch, length, d_model)``.
+                ``(batch, length, state_width)``.
 
         Returns:
             The states, with the numbers of their solve. In training mode, where gradients are
@@ -196,6 +200,8 @@ class ImplicitModel(BackboneModel):
             ConvergenceError: with ``throw``, names the rows that failed, their residuals and a
                 remedy.
             TypeError: an unknown keyword, or a value of the wrong type.
+            NotImplementedError: a cache or another sweep than :class:`Simultaneous`, of a backbone
+                that is not causal or has no ``advance``.
             ValueError: a bad shape; :class:`Unrolled` with another sweep than
                 :class:`Simultaneous`; a solver of another library with a window.
         """

@@ -16,7 +16,8 @@ class ModelOutput(Outcome):
     """A model's states.
 
     Attributes:
-        value: final states, ``(batch, length, d_model)``; for an implicit model the fixed point.
+        value: final states, ``(batch, length, d_model)``; for an implicit model the fixed point,
+            ``(batch, length, state_width)``.
         cache: the cache after these tokens, with ``return_cache=True``.
         stats: numbers of the solve, per token; None for an explicit model.
         status: a :class:`~deqseq.Status` per row, the worst over its tokens, ``(batch,)``; None for
@@ -59,7 +60,8 @@ class TokenClassifierOutput(Outcome):
 
     Attributes:
         logits: ``(batch, length, n_classes)``.
-        states: those of the model, ``(batch, length, state_width)``, for ``start`` of a later call.
+        states: those of the model, ``(batch, length, state_width)``; an implicit model's, detached,
+            may be the ``start`` of a later call.
         loss: mean cross entropy in nats, ``()``, in float32 at least; None without targets.
         stats: numbers of the solve, per token; None for an explicit model.
         status: a :class:`~deqseq.Status` per row, ``(batch,)``; None for an explicit model.

@@ -73,9 +73,13 @@ class RecurrentDepth(Model):
             raise ValueError(f"prelude, core and coda must have the same d_model, got {widths}")
         check_narrow("core", core.backbone)
         self.d_model = widths[0]
-        self.causal = prelude.causal and core.causal and coda.causal
         self.prelude, self.core, self.coda = prelude, core, coda
         self.norm = nn.Identity() if norm is None else norm
+
+    @property
+    def causal(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether all three parts are causal."""
+        return self.prelude.causal and self.core.causal and self.coda.causal
 
     def forward(
         self,

@@ -36,7 +36,8 @@ class TokenClassifier(nn.Module):
         model: an :class:`ImplicitModel`, :class:`ExplicitModel` or :class:`RecurrentDepth`.
         positions: where the tokens of a row stand, int64, ``(length, kinds)``, from 0: line, column
             and box of the cells of a Sudoku, say. Each number of each kind has a vector of its own,
-            which is added to the token's. All inputs then have this length. Default: none.
+            which is added to the token's. All inputs then have this length, and a mask hides
+            tokens, whose places stay empty. Default: none.
         embedding_std: standard deviation of the initial embeddings of tokens and positions.
 
     Raises:
@@ -76,7 +77,8 @@ class TokenClassifier(nn.Module):
             positions = positions + sizes.cumsum(0) - sizes
             self.position_embedding = nn.Embedding(int(sizes.sum()), model.d_model)
             nn.init.normal_(self.position_embedding.weight, std=embedding_std)
-        self.register_buffer("position_ids", positions, persistent=False)
+            positions = positions.to(self.embedding.weight.device)
+        self.register_buffer("position_ids", positions)
         self.head = nn.Linear(model.d_model, n_classes)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -107,8 +109,9 @@ class TokenClassifier(nn.Module):
             throw: whether rows that spent their budget or diverged raise an error.
             solve: replaces the model's :class:`SolveConfig` for this call.
             **fields: fields of :class:`SolveConfig` to replace for this call; ``start`` may also be
-                the states to begin from, those of another call, say. An explicit model takes
-                neither these nor ``callback``, ``throw`` and ``solve``.
+                the states to begin from, such as ``output.states.detach()`` of an
+                :class:`ImplicitModel`'s other call. An explicit model takes neither these nor
+                ``callback``, ``throw`` and ``solve``.
 
         Returns:
             Logits, states, the loss if targets were given, and statistics.
@@ -116,6 +119,8 @@ class TokenClassifier(nn.Module):
         Raises:
             ValueError: a bad shape, ids or targets out of their range, or nothing to score.
             TypeError: an option that the model does not take.
+            NotImplementedError: a sweep other than :class:`Simultaneous`, of a model that is not
+                causal.
         """
         check_tokens("input_ids", input_ids, self.embedding)
         if self.position_ids is not None and len(self.position_ids) != input_ids.shape[1]:
@@ -157,6 +162,8 @@ class TokenClassifier(nn.Module):
 def _check_positions(positions: Tensor) -> None:
     """Refuse positions that are not whole numbers from 0, in one row per token."""
     fits = positions.ndim == 2 and positions.dtype == torch.int64 and 0 not in positions.shape
+    if positions.is_meta:
+        raise ValueError("positions must be numbers, not on the device meta")
     if not fits or bool((positions < 0).any()):
         raise ValueError(
             "positions must be int64 of shape (length, kinds), at least 0, got "

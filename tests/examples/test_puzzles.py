@@ -1,4 +1,4 @@
-"""Puzzles have one solution, the example learns, goes on and draws, and its recurrence is TRM's."""
+"""Puzzles have one solution; the example learns, goes on and draws; its recurrence is TRM's."""
 
 import itertools
 import json
@@ -112,10 +112,37 @@ def test_it_writes_numbers_and_goes_on(tmp_path, capsys, options):
     assert [(row["tested"], row["budget"]) for row in rows] == kinds
     assert all(0 <= row["exact"] <= row["cells"] <= 1 for row in rows)
     assert all(row["updates"] > 0 and row["cpu_minutes"] >= 0.02 for row in rows)
+    assert (tmp_path / "puzzles.png").exists() == ("explicit" not in options)
     capsys.readouterr()
     puzzles.main(command)
     assert f"going on from update {rows[0]['updates']}" in capsys.readouterr().out
     assert json.loads((tmp_path / "results.json").read_text()) == rows
+
+
+def test_updates_learn_and_those_of_two_states_go_on_from_one_another(monkeypatch, tmp_path):
+    starts = []
+    forward = dq.TokenClassifier.forward
+
+    def watched(lm, inputs, **options):
+        starts.append(options.get("start"))
+        output = forward(lm, inputs, **options)
+        states.append(output.states.detach())
+        return output
+
+    monkeypatch.setattr(dq.TokenClassifier, "forward", watched)
+    for model, updates in (("deq", 1), ("trm", 4)):
+        options = read_options(f"{TINY} --model {model} --lr 0.01".split())
+        task = puzzles.make_task(options, options.side)
+        run, batch = puzzles.Run(options, task, tmp_path / model), task.make(12, seed=0)
+        losses, states = [], []
+        for _ in range(30):
+            states.clear()
+            starts.clear()
+            losses.append(run.update(*batch))
+            assert len(starts) == updates
+            assert starts[0] is None
+            assert all(map(torch.equal, starts[1:], states[:-1]))
+        assert losses[-1] < 0.8 * losses[0]
 
 
 def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path, monkeypatch):

@@ -12,7 +12,9 @@ from torch.testing import assert_close
 
 import deqseq as dq
 from deqseq.as_json import from_json, to_json
+from deqseq.layers import LlamaBlock
 from deqseq.models.specification import parts_of
+from deqseq.testing import BackboneContract
 
 SOLVE = dq.SolveConfig(stop=dq.Stop(rtol=1e-10, max_steps=200))
 CELLS = torch.cartesian_prod(torch.arange(2), torch.arange(3))
@@ -152,20 +154,35 @@ def test_a_specification_and_json_name_models_in_both_directions():
         spec.build()
 
 
-def test_checkpointing_and_bfloat16_and_copies(tmp_path):
-    lm = classifier().float()
-    tokens, targets = ids(2, 6), ids(2, 6) % 3
-    stop = dq.Stop.exactly(8)
-    gradients = []
+def test_checkpointing_computes_blocks_again(monkeypatch):
+    lm, calls = classifier().float().train(), []
+    forward = LlamaBlock.forward
+
+    def counted(*arguments):
+        calls.append(1)
+        return forward(*arguments)
+
+    monkeypatch.setattr(LlamaBlock, "forward", counted)
+    tokens, gradients, counts = ids(2, 6), [], []
     for checkpointed in (False, True):
         lm.model.backbone.gradient_checkpointing = checkpointed
-        lm.train().zero_grad()
-        lm(tokens, targets=targets, stop=stop, gradient=dq.Unrolled()).loss.backward()
-        gradients.append([parameter.grad for parameter in lm.parameters()])
+        lm.zero_grad()
+        calls.clear()
+        options = {"stop": dq.Stop.exactly(8), "gradient": dq.Unrolled()}
+        lm(tokens, targets=tokens % 3, **options).loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in lm.parameters()])
+        counts.append(len(calls))
     assert_close(*gradients)
-    logits = lm.eval()(tokens, stop=stop).logits
+    assert counts == [16, 32]
+
+
+def test_weights_go_to_another_model_and_to_bfloat16(tmp_path):
+    lm, tokens = classifier(positions=CELLS).float(), ids(2, 6)
+    stop = dq.Stop.exactly(8)
+    logits = lm(tokens, stop=stop).logits
     torch.save(lm.state_dict(), tmp_path / "weights.pt")
-    other = classifier(positions=None).float()
+    other = classifier(positions=CELLS.flip(0)).float()
+    assert not torch.allclose(other(tokens, stop=stop).logits, logits)
     other.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
     assert torch.equal(other(tokens, stop=stop).logits, logits)
     half = copy.deepcopy(lm).bfloat16()(tokens, stop=stop).logits
@@ -173,8 +190,15 @@ def test_checkpointing_and_bfloat16_and_copies(tmp_path):
     assert_close(half.float(), logits, rtol=0.1, atol=0.1)
 
 
-def test_several_processes_train_it(tmp_path):
-    """One process of one: DistributedDataParallel wraps it, and its gradients arrive."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_grids_are_counted_exactly(dtype):
+    backbone = contractive_llama(causal=False, grid=True, headdim=4).to(dtype)
+    assert backbone.prepare(torch.zeros(1, 361, 8, dtype=dtype)).rotary[0].shape[1] == 361
+    with pytest.raises(ValueError, match=r"got \[399\] tokens"):
+        backbone.prepare(torch.zeros(1, 399, 8, dtype=dtype))
+
+
+def test_it_can_be_wrapped_by_distributed_data_parallel(tmp_path):
     lm, tokens = classifier(), ids(2, 6)
     lm(tokens, targets=tokens % 3).loss.backward()
     expected = [parameter.grad.clone() for parameter in lm.parameters()]
@@ -215,32 +239,47 @@ def test_bad_values_are_named(call, error, text):
 
 
 class Pair(dq.Backbone):
-    """Two halves of a state, of which the second follows the first."""
+    """Two halves of a state, of which the second follows the mean of the first."""
+
+    causal, state_width = False, 16
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.d_model, self.inner = 8, torch.nn.Linear(16, 16).double()
 
-    @property
-    def state_width(self):
-        return 16
-
     def prepare(self, x, cache=None, mask=None):
-        return torch.cat([x, x.flip(2)], dim=2)
+        real = x.new_ones(x.shape[:2]) if mask is None else mask.to(x.dtype)
+        return torch.cat([x, x.flip(2)], dim=2), real[..., None]
 
     def forward(self, z, inputs, cache=None, *, need_aux=False):
-        return torch.tanh(self.inner(z) / 4 + inputs), None
+        x, real = inputs
+        mean = (z * real).sum(dim=1, keepdim=True) / real.sum(dim=1, keepdim=True)
+        return torch.tanh(self.inner(z + mean) / 4 + x), None
+
+
+class TestPair(BackboneContract):
+    backbone = Pair()
 
 
 def test_a_state_may_be_wider_than_its_input():
     lm = classifier(dq.ImplicitModel(Pair(), SOLVE))
-    tokens = ids(3, 5)
-    mask = torch.arange(5) < torch.tensor([[5], [2], [4]])
-    for start in ("zero", dq.RandomStart(1.0), torch.ones(3, 5, 16, dtype=torch.float64)):
-        output = lm(tokens, mask=mask, start=start, throw=True)
-        assert output.states.shape == (3, 5, 16)
-        assert_close(output.logits, lm.head(output.states[..., :8]))
+    tokens, given = ids(3, 5), torch.ones(3, 5, 16, dtype=torch.float64)
+    found = lm(tokens, throw=True)
+    assert found.states.shape == (3, 5, 16)
+    assert_close(found.logits, lm.head(found.states[..., :8]))
+    random = dq.RandomStart(1.0, seed=0)
+    states = random.draw(given)
+    once = {"stop": dq.Stop.exactly(1), "solver": dq.Naive()}
+    for start, first in (("zero", 0 * given), (random, states), (given, given)):
+        x = lm.embed(tokens)
+        expected, _ = lm.model.backbone(first, lm.model.backbone.prepare(x))
+        assert_close(lm(tokens, start=start, **once).states, expected)
+        assert_close(lm(tokens, start=start, throw=True).states, found.states, rtol=0, atol=1e-8)
+
+
+def test_starts_and_parts_that_do_not_fit_a_wide_state_are_named():
+    lm, tokens = classifier(dq.ImplicitModel(Pair(), SOLVE)), ids(3, 5)
     for start, text in (
         (
             "input",
@@ -258,5 +297,46 @@ def test_a_state_may_be_wider_than_its_input():
     ):
         with pytest.raises(ValueError, match="states as wide as its input, 8, got a Pair with st"):
             make(Pair())
-    with pytest.raises(ValueError, match="states as wide as its input"):
-        dq.CausalLM(5, dq.ImplicitModel(Pair()))
+    causal = Pair()
+    causal.causal = True
+    with pytest.raises(ValueError, match="model must have states as wide as its input"):
+        dq.CausalLM(5, dq.ImplicitModel(causal))
+    for name, value, error in (
+        ("state_width", 4, ValueError),
+        ("state_width", 16.0, TypeError),
+        ("causal", "no", TypeError),
+    ):
+        wrong = Pair()
+        setattr(wrong, name, value)
+        with pytest.raises(error, match=rf"backbone\.{name} must be"):
+            dq.ImplicitModel(wrong)
+
+
+class Wrapped(dq.Backbone):
+    """Someone's wrapper, which forgets that its layers are not causal."""
+
+    def __init__(self, inner) -> None:
+        super().__init__()
+        self.inner, self.d_model = inner, inner.d_model
+
+    def prepare(self, x, cache=None, mask=None):
+        return self.inner.prepare(x, cache, mask)
+
+    def forward(self, z, inputs, cache=None, *, need_aux=False):
+        return self.inner(z, inputs, cache, need_aux=need_aux)
+
+
+def test_a_wrapper_has_to_say_that_its_layers_are_not_causal():
+    with pytest.raises(ValueError, match=r"backbone must say causal = False, as its part 'inner'"):
+        dq.ImplicitModel(Wrapped(contractive_llama(causal=False)))
+    lm = dq.CausalLM(5, dq.ImplicitModel(contractive_llama()))
+    with pytest.raises(ValueError, match="model must be causal"):
+        lm.model = both_ways()
+
+
+def test_the_advice_for_a_failed_solve_names_no_sweep():
+    lm = classifier()
+    with pytest.raises(dq.ConvergenceError) as refused:
+        lm(ids(2, 6), stop=dq.Stop(rtol=1e-12, max_steps=2), throw=True)
+    assert "Sliding" not in str(refused.value)
+    assert "max_steps" in str(refused.value)

@@ -287,6 +287,12 @@ class DeqseqConfig(PreTrainedConfig):
         owner = type(self).__name__
         spec = self.specification()
         decoder = self.decoder_config
+        for name, part in spec.parts.items():
+            if isinstance(part, LlamaConfig) and not part.causal:
+                raise ValueError(
+                    f"{owner}.{name} must be causal, got causal=False: a deqseq.TokenClassifier "
+                    "takes such models"
+                )
         layers = [part for part in spec.parts.values() if isinstance(part, DecoderLayers)]
         if bool(layers) != (decoder is not None):
             raise ValueError(

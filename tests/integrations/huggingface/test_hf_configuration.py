@@ -215,3 +215,12 @@ def test_weights_that_no_configuration_describes_are_refused():
     unused_injection = dq.Llama(dq.LlamaConfig(d_model=16, n_heads=2))
     with pytest.raises(ValueError, match=r"other weights .*: backbone\.injection\."):
         from_causal_lm(dq.CausalLM(10, dq.ExplicitModel(unused_injection)))
+
+
+def test_layers_that_are_not_causal_are_refused():
+    layers = {"name": "LlamaConfig", "d_model": 8, "n_heads": 2, "causal": False}
+    for solve in (None, {"stop": {"max_steps": 4}}):
+        with pytest.raises(
+            ValueError, match=r"DeqseqConfig\.backbone must be causal, got causal=F"
+        ):
+            DeqseqConfig(backbone=layers, solve=solve)
