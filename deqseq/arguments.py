@@ -420,8 +420,7 @@ def _unknown(function: Any, name: str, wanted: dict[str, list[Wanted]]) -> TypeE
         hint = f"; did you mean {ours!r}?"
     called = function.__qualname__.removesuffix(".__init__")
     text = f"unknown argument {name!r}{hint} ({called} takes: {', '.join(taken)})"
-    # what transformers' Trainer passes
-    if name in ("attention_mask", "num_items_in_batch") and called.startswith("CausalLM"):
+    if name in ("attention_mask", "num_items_in_batch") and "CausalLM" in called:  # the Trainer's
         text += "; the Trainer takes deqseq.integrations.huggingface.from_causal_lm(model)"
     return TypeError(text)
 

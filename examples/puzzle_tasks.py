@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,13 +40,13 @@ class Sudoku:
 
         There are only twelve such solutions of 4 x 4, so there the puzzles differ.
         """
-        drawn, made = random.Random(f"sudoku {seed}"), {}
-        while not self.csv and len(made) < count:
+        drawn, made, tries = random.Random(f"sudoku {seed}"), {}, 0
+        while not self.csv and len(made) < count and (tries := tries + 1) < 100 * count:
             solution = next(self.solutions([0] * self.side**2, drawn))
             if self.side == 4 or renamed(solution) not in made:
                 puzzle = self._thinned(solution, drawn)
                 made[tuple(puzzle) if self.side == 4 else renamed(solution)] = puzzle, solution
-        pairs = self._read(Path(self.csv), count) if self.csv else made.values()
+        pairs = self._read(Path(self.csv), count) if self.csv else enough(made, count)
         inputs, solutions = (torch.tensor(grids) for grids in zip(*pairs, strict=True))
         return Puzzles(inputs, solutions - 1)
 
@@ -63,10 +63,7 @@ class Sudoku:
                 grids = [[*map(int, text)] for text in texts if text.isdigit()]
                 if len(grids) == 2 and set(grids[1]) == set(range(1, self.side + 1)):
                     pairs.setdefault(renamed(grids[1]), grids)
-        if len(pairs) < count:
-            wanted = f"{count} different solutions of {self.side} x {self.side}"
-            raise ValueError(f"{path} must have puzzles with {wanted}, got {len(pairs)}")
-        return random.Random(0).sample(list(pairs.values()), count)
+        return random.Random(0).sample(enough(pairs, count), count)
 
     def solutions(self, cells: Sequence[int], drawn: random.Random | None) -> Iterator[list[int]]:
         """All solutions, the digits of a cell in the order that is ``drawn``."""
@@ -89,7 +86,7 @@ class Sudoku:
                 yield list(grid)
                 return
             order = sorted(choices)
-            if drawn is not None:
+            if drawn:
                 drawn.shuffle(order)
             for digit in order:
                 grid[fewest] = digit
@@ -118,6 +115,13 @@ class Sudoku:
         return Puzzles(inputs.gather(1, puzzles.inputs), names.gather(1, puzzles.targets))
 
 
+def enough(made: dict[Any, Any], count: int) -> list[Any]:
+    """Puzzles and solutions, if they are as many as wanted."""
+    if len(made) < count:
+        raise ValueError(f"{count} puzzles of different solutions are wanted, got {len(made)}")
+    return list(made.values())
+
+
 def renamed(solution: Sequence[int]) -> tuple[int, ...]:
     """The solution with the digits of its first line in order."""
     names = {digit: place for place, digit in enumerate(solution[: max(solution)])}
@@ -134,20 +138,19 @@ class Maze:
 
     def make(self, count: int, seed: int) -> Puzzles:
         """So many different mazes, in which one path is shorter than all others."""
-        drawn, made = random.Random(f"maze {self.side} {seed}"), dict[tuple[int, ...], list[int]]()
-        while len(made) < count:
+        drawn, made, tries = random.Random(f"maze {self.side} {seed}"), {}, 0
+        while len(made) < count and (tries := tries + 1) < 100 * count:
             cells = self._dug(drawn)
             start, goal = drawn.sample([i for i, cell in enumerate(cells) if cell], 2)
             path = self._path(cells, start, goal)
             if path is not None and len(path) >= self.side:
                 cells[start] = cells[goal] = 2
                 made[tuple(cells)] = [int(cell in path) for cell in range(len(cells))]
-        return Puzzles(torch.tensor(list(made)), torch.tensor(list(made.values())))
+        return Puzzles(torch.tensor(list(made)), torch.tensor(enough(made, count)))
 
     def _dug(self, drawn: random.Random) -> list[int]:
         """A tree of corridors, dug in depth, and some openings."""
-        side, cells = self.side, [0] * self.side**2
-        stack = [side + 1]
+        side, cells, stack = self.side, [0] * self.side**2, [self.side + 1]
         cells[side + 1] = 1
         while stack:
             here = stack[-1]

@@ -222,7 +222,7 @@ def main(arguments: Sequence[str]) -> None:
     with claimed_folder("puzzles.py", options, folder):
         task, number = make_task(options, options.side), options.train_puzzles
         count = number + options.test_puzzles
-        with naming("--csv", SystemExit):
+        with naming("--train-puzzles, --test-puzzles, --csv", SystemExit):
             every = task.make(count, options.seed)
         run = Run(options, task, folder / "checkpoint.pt")
         run.train(Puzzles(*(part[:number] for part in every)))

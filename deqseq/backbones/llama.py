@@ -300,8 +300,6 @@ class Llama(BlockStack[LlamaCache]):
         self, x: Sequence, cache: LlamaCache | None = None, mask: Mask | None = None
     ) -> Inputs:
         config = self.config
-        if cache is not None and not config.causal:
-            raise ValueError("cache must be None where LlamaConfig.causal is False")
         shape = (config.kv_heads, None, config.head_width)  # those of keys and values
         check_cache(cache, LlamaCache, x, repeat(shape, 2 * len(self.layers)))
         if config.grid:
