@@ -210,8 +210,8 @@ class ImplicitModel(BackboneModel):
         if states is not None:
             del fields["start"]
         config = resolve(self.solve_config, solve, fields)
-        swept = config.sweep.block is not None or cache is not None
-        self._check(x, states, return_cache or (swept and not self.backbone.causal))
+        swept = config.sweep.block is not None
+        self._check(x, states, return_cache or cache is not None or swept)
         padding, needs_grad = Padding.of(x, mask), self._requires_gradient(x, states)
         with torch.set_grad_enabled(needs_grad):
             backbone, compact = with_weights(self.backbone), padding.compact(x)

@@ -28,6 +28,7 @@ def test_it_generates_what_a_forward_pass_predicts():
         assert made.converged.all()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_it_is_short_and_right_at_sixteen_times_the_trained_length(capsys):
     assert len(SCRIPT.read_text().splitlines()) <= 60

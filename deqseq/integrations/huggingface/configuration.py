@@ -288,7 +288,7 @@ class DeqseqConfig(PreTrainedConfig):
         spec = self.specification()
         decoder = self.decoder_config
         for name, part in spec.parts.items():
-            if isinstance(part, LlamaConfig) and not part.causal:
+            if not getattr(part, "causal", True):
                 raise ValueError(
                     f"{owner}.{name} must be causal, got causal=False: a deqseq.TokenClassifier "
                     "takes such models"
