@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from comparison import Rows, table
 from run_folder import claimed_folder, read_options, write_rows
-from state_tracking import Rows, table
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from training_loop import RunOptions, TrainingBatches, check_options, one_process, train

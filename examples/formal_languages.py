@@ -20,19 +20,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from comparison import Rows, compare, draw, report, solve_numbers
 from formal_tasks import TASKS
 from recipe import Recipe, with_start
 from run_folder import claimed_folder
 from run_folder import read_options as parse
-from state_tracking import RTOL, Rows, compare, draw, report, solve_numbers
 from torch import Tensor
 from training_loop import one_process
 
 import deqseq as dq
 
+RTOL = 0.01  # relative tolerance of the evaluation
 STRINGS = 256  # of each test length
 QUICK: dict[str, Any] = {"steps": 40, "d_model": 32, "lengths": (4,), "free_lengths": (8,)}
-QUICK |= {"eval_lengths": (8, 16), "baselines": (1,)}
+QUICK |= {"eval_lengths": (8, 16), "baselines": ("1",)}
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,11 @@
 An implicit model starts on strings of 2 tokens, through a few unrolled iterations, all
 differentiated. When nearly all answers are right, the next length follows; from ``--lengths`` it
 goes on to ``--free-lengths``, where the fixed point itself is trained, solved with a sliding window
-from random states. When the last length is learned, the learning rate falls to the end. An explicit
-model sees the same batches at the same steps.
+from random states. When the last length is learned, the learning rate falls to the end. Baselines,
+explicit models and torch's RNNs, see the same batches at the same steps.
 """
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from run_folder import flag
+from torch import Tensor, nn
 from torch.nn import functional as F
 from training_loop import RunOptions, TrainingBatches, check_options
 
@@ -28,6 +30,7 @@ WARMUP = 50  # steps in which the learning rate rises
 FALLING = 600  # steps in which it falls, at least
 RECENT = 10  # batches whose accuracy decides whether a length is learned
 WINDOW = 8  # tokens of the sliding window
+RNNS: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU}
 SHARES = ("dropout", "learned", "identity_probability", "eval_identity_probability")
 
 
@@ -54,18 +57,29 @@ class Recipe(RunOptions):
     steps: int = 8000  # training steps at most
     lr: float = 3e-3  # peak learning rate
     start: float = 0.5  # standard deviation of the states at which solves begin, at the fixed point
-    baselines: tuple[int, ...] = (4,)  # blocks of the explicit models
+    baselines: tuple[str, ...] = ("4",)  # blocks of explicit models; lstm, gru: equal parameters
+    baseline_lrs: tuple[float, ...] = ()  # theirs, of which the best is shown; default: --lr
     eval_lengths: tuple[int, ...] = (16, 32, 64, 128, 256)  # evaluation lengths
 
     LEAST: ClassVar = {**RunOptions.LEAST, "generators": 0, "batch_tokens": 0}
     INTERVALS: ClassVar = dict.fromkeys(SHARES, "[0, 1]") | {"skip_scale": "(0, 1]"}
-    FREE: ClassVar = (*RunOptions.FREE, "baselines", "eval_lengths", "eval_identity_probability")
+    FREE: ClassVar = (
+        *RunOptions.FREE,
+        "baselines",
+        "baseline_lrs",
+        "eval_lengths",
+        "eval_identity_probability",
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
         for name in ("lengths", "free_lengths", "eval_lengths"):
             if list(value := getattr(self, name)) != sorted(value):
                 raise ValueError(f"{flag(name)} must ascend, got {value}")
+        for kind in self.baselines:
+            if kind not in RNNS and not (kind.isdecimal() and 0 < int(kind) < 1000):
+                known = ", ".join(RNNS)
+                raise ValueError(f"--baselines must be numbers of blocks, {known}, got {kind!r}")
         with torch.device("meta"):  # sizes that the library itself refuses
             make_model(self, 2, None)
 
@@ -194,19 +208,55 @@ def make_curriculum(options: Recipe) -> Curriculum:
     return Curriculum((first, free(16, 4, rtol=0.03, base=windowed, eval_base=adaptive)))
 
 
-def make_model(options: Recipe, vocab_size: int, blocks: int | None) -> dq.CausalLM:
-    """The implicit model, or an explicit one of ``blocks`` blocks."""
-    torch.manual_seed(options.seed)
-    sizes: dict[str, Any] = {"d_model": options.d_model, "n_layers": blocks or options.layers}
-    sizes |= {"dropout": options.dropout, "injection": blocks is None}
-    sizes |= {"skip_scale": 1.0 if blocks else options.skip_scale}
+class Recurrent(dq.Backbone[Any]):
+    """One of torch's RNNs, run once over all tokens: what an implicit model is compared with."""
+
+    def __init__(self, kind: str, d_model: int) -> None:
+        super().__init__()
+        self.d_model, self.rnn = d_model, RNNS[kind](d_model, d_model, batch_first=True)
+
+    def prepare(self, x: Tensor, cache: Any = None, mask: Tensor | None = None) -> Tensor:
+        """The input itself."""
+        return x
+
+    def forward(
+        self, z: Tensor, inputs: Tensor, cache: Any = None, *, need_aux: bool = False
+    ) -> tuple[Tensor, None]:
+        """The states after each token."""
+        return self.rnn(inputs)[0], None
+
+
+def size(lm: nn.Module) -> int:
+    """Number of parameters."""
+    return sum(parameter.numel() for parameter in lm.parameters())
+
+
+def make_model(options: Recipe, vocab_size: int, kind: str | None) -> dq.CausalLM:
+    """The implicit model, an explicit one of so many blocks, or an RNN of no more parameters."""
     if options.backbone == "llama":
         vocab_size += 1  # the start token
+    if kind in RNNS:
+        with torch.device("meta"):
+            most = size(make_model(options, vocab_size, None))
+            models = (make_rnn(kind, vocab_size, width) for width in itertools.count(8, 4))
+            *_, last = itertools.takewhile(lambda lm: size(lm) <= most, models)
+        torch.manual_seed(options.seed)
+        return make_rnn(kind, vocab_size, last.model.d_model)
+    torch.manual_seed(options.seed)
+    sizes: dict[str, Any] = {"d_model": options.d_model, "n_layers": int(kind or options.layers)}
+    sizes |= {"dropout": options.dropout, "injection": kind is None}
+    sizes |= {"skip_scale": 1.0 if kind else options.skip_scale}
+    if options.backbone == "llama":
         backbone = dq.Llama(dq.LlamaConfig(n_heads=4, mlp_width=2 * options.d_model, **sizes))
     else:
         backbone = dq.Mamba2(
             dq.Mamba2Config(d_state=options.d_state, headdim=options.headdim, **sizes)
         )
     return dq.CausalLM(
-        vocab_size, dq.ImplicitModel(backbone) if blocks is None else dq.ExplicitModel(backbone)
+        vocab_size, dq.ImplicitModel(backbone) if kind is None else dq.ExplicitModel(backbone)
     )
+
+
+def make_rnn(kind: str, vocab_size: int, width: int) -> dq.CausalLM:
+    """An RNN of a width, embedding and head included."""
+    return dq.CausalLM(vocab_size, dq.ExplicitModel(Recurrent(kind, width)))

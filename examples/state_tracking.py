@@ -17,26 +17,22 @@ from its last checkpoint. parity.py is a shorter script, to copy.
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
-from recipe import WINDOW, Accuracy, LengthSchedule, Recipe, make_curriculum, make_model, with_start
-from run_folder import claimed_folder, markdown, naming, write_rows
+from comparison import BUDGETS, Curves, compare, draw, report, solve_numbers
+from recipe import WINDOW, Recipe, with_start
+from run_folder import claimed_folder, naming
 from run_folder import read_options as parse
-from training_loop import one_process, train
+from training_loop import one_process
 
 import deqseq as dq
-from deqseq.tasks import Task, WordBatch, WordProblem, generators, parse_group
-
-Rows = list[dict[str, Any]]
-Curves = dict[int, list[tuple[int, float]]]
+from deqseq.tasks import WordBatch, WordProblem, generators, parse_group
 
 RTOL = 0.01  # relative tolerance of the evaluation
-BUDGETS = (1, 2, 4, 8, 16, 32, 64, 128)  # iterations of the figure's right panel
 QUICK: dict[str, Any] = {"free_lengths": (8, 10, 12, 14, 16), "steps": 600}
 QUICK |= {"baselines": (), "eval_lengths": (16, 32, 64)}
 
@@ -79,19 +75,6 @@ def make_tasks(options: Options) -> tuple[list[WordProblem], WordProblem]:
         if probability is None:
             return training, training[-1]
         return training, WordProblem(group, inputs, identity_probability=probability)
-
-
-def solve_numbers(output: dq.CausalLMOutput) -> dict[str, Any]:
-    """Mean iterations, share of converged rows, mean updates of a token, evaluations of the map."""
-    if (stats := output.stats) is None:
-        return dict.fromkeys(("self_iterations", "converged", "token_updates", "evaluations"))
-    values = {
-        "self_iterations": stats.iterations,
-        "converged": output.converged,
-        "token_updates": stats.updates,
-    }
-    means = {name: value.float().mean().item() for name, value in values.items()}
-    return means | {"evaluations": stats.evaluations}
 
 
 def last_token_accuracy(output: dq.CausalLMOutput, batch: WordBatch) -> float:
@@ -159,117 +142,6 @@ def accuracy_by_budget(lm: dq.CausalLM, options: Options) -> Curves:
         outputs = ((n, lm(batch.inputs, stop=dq.Stop.exactly(n))) for n in BUDGETS)
         curves[length] = [(n, last_token_accuracy(output, batch)) for n, output in outputs]
     return curves
-
-
-def compare(
-    options: Any,
-    tasks: Sequence[Task],
-    accuracy: Accuracy,
-    evaluate: Callable[..., Iterator[dict]],
-    folder: Path,
-) -> tuple[Rows, dq.CausalLM]:
-    """Train and evaluate the implicit model, then explicit ones on the same batches."""
-    rows, plan, models = [], None, []
-    for blocks in (None, *options.baselines):
-        label = "implicit" if blocks is None else f"explicit {blocks} block{'s' * (blocks > 1)}"
-        lm = make_model(options, tasks[0].vocab_size, blocks).to(options.device)
-        batches = LengthSchedule(tasks, options, accuracy, plan)
-        train(label, lm, batches, make_curriculum(options), folder, options)
-        about = {
-            "model": label,
-            "backbone": options.backbone,
-            "seed": options.seed,
-            "steps": batches.step,
-        }
-        about |= {"trained_to": batches.reached, "cpu_minutes": round(batches.cpu_seconds / 60, 2)}
-        with torch.no_grad():
-            for row in evaluate(lm.eval(), options):
-                print(
-                    f"{label}, {row['sweep']}, length {row['length']}: {row['accuracy']:.3f}",
-                    flush=True,
-                )
-                rows.append(about | row)
-        plan = batches.plan
-        models.append(lm)
-    return rows, models[0]
-
-
-def table(rows: Rows, labels: Sequence[str] = ("model", "sweep"), column: str = "length") -> str:
-    """Accuracy and mean iterations, models down, lengths across, as Markdown."""
-    columns, lines = list(dict.fromkeys(row[column] for row in rows)), {}
-    for row in rows:
-        solves = "" if row["self_iterations"] is None else f" ({row['self_iterations']:.0f})"
-        doubt = "" if row["converged"] in (None, 1.0) else f", {row['converged']:.1%} converged"
-        cells = lines.setdefault(tuple(row[label] for label in labels), dict.fromkeys(columns, ""))
-        cells[row[column]] = f"{row['accuracy']:.3f}{solves}{doubt}"
-    return markdown(
-        [*labels, *map(str, columns)], [[*key, *cells.values()] for key, cells in lines.items()]
-    )
-
-
-STYLES: dict[str, dict[str, Any]] = {
-    "simultaneous": {"color": "#0b6e4f", "marker": "o", "linewidth": 2.5},
-    "sequential": {
-        "color": "#e4572e",
-        "marker": "o",
-        "linestyle": "--",
-        "markersize": 10,
-        "mfc": "none",
-    },
-    "sliding": {
-        "color": "#5b2a86",
-        "marker": "s",
-        "linestyle": ":",
-        "markersize": 14,
-        "mfc": "none",
-    },
-    "single pass": {"color": "#7a8ca0", "marker": "D", "linewidth": 1.2},
-}
-
-
-def draw(path: Path, rows: Rows, budgets: Curves | None = None) -> None:
-    """Accuracy against length, and against iterations where ``budgets`` has it."""
-    figure = Figure(figsize=(5.25 * (2 if budgets else 1), 4), layout="constrained")
-    axes = figure.subplots(1, 2 if budgets else 1, squeeze=False)[0]
-    for key in dict.fromkeys((row["model"], row["sweep"]) for row in rows):
-        points = [
-            (row["length"], row["accuracy"]) for row in rows if (row["model"], row["sweep"]) == key
-        ]
-        axes[0].plot(*zip(*points, strict=True), label=", ".join(key), **STYLES[key[1]])
-    for length, curve in (budgets or {}).items():
-        axes[1].plot(*zip(*curve, strict=True), marker="o", label=f"implicit, length {length}")
-    lengths, counts = sorted({row["length"] for row in rows}), BUDGETS
-    axes[0].axvspan(
-        lengths[0] / 1.3, rows[0]["trained_to"], color="#f2efe6", zorder=0, label="trained lengths"
-    )
-    for axis, ticks, label in zip(
-        axes, (lengths, counts), ("length", "iterations, all tokens together"), strict=False
-    ):
-        axis.set(xlabel=label, ylabel="accuracy", xscale="log", ylim=(-0.05, 1.05))
-        axis.set_xticks(ticks, list(map(str, ticks)))
-        axis.minorticks_off()
-        axis.grid(alpha=0.25)
-        axis.legend(
-            fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False
-        )
-    axes[0].set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)
-    figure.savefig(path, dpi=150)
-
-
-def report(folder: Path, rows: Rows) -> None:
-    """Write the numbers and print the table."""
-    write_rows(folder, rows)
-    print(
-        f"\naccuracy (mean iterations); {rows[0]['steps']} steps at lengths up to "
-        f"{rows[0]['trained_to']}:\n"
-    )
-    print(table(rows))
-    fewer = {row["length"]: row["sequences"] for row in rows if row["sequences"] < 256}
-    print(
-        "\n256 sequences of each length"
-        + "".join(f"; {n} of length {length}" for length, n in fewer.items())
-    )
-    print(f"\nnumbers and figure: {folder}/")
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -47,7 +47,7 @@ def check_options(options: RunOptions) -> None:
     """Refuse numbers out of range, missing or repeated values, and a device that is not here."""
     check_numbers(options)
     for name, value in vars(options).items():
-        if value == () and name != "baselines":
+        if value == () and not name.startswith("baseline"):
             raise ValueError(f"{flag(name)} must have at least one value, got none")
         if isinstance(value, tuple) and len(set(value)) < len(value):
             raise ValueError(f"{flag(name)} must have every value once, got {value}")
@@ -59,10 +59,11 @@ def check_options(options: RunOptions) -> None:
 class TrainingBatches(ABC):
     """The batches of a run, which know where they stand; their state is part of the checkpoints."""
 
-    saved: tuple[str, ...] = ("step", "cpu_seconds")
+    saved: tuple[str, ...] = ("step", "cpu_seconds", "tokens", "evaluations")
 
     def __init__(self, steps: int) -> None:
         self.steps, self.step, self.cpu_seconds = steps, 0, 0.0
+        self.tokens, self.evaluations = 0, 0  # of all steps: of a row, and of the blocks
 
     @property
     def progress(self) -> float:
@@ -132,6 +133,8 @@ def train(
         norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
         check_finite(norm, step=batches.step, phase=phase.name, quantity="gradient norm")
         optimizer.step()
+        batches.tokens += batch.inputs.shape[1]
+        batches.evaluations += 1 if output.stats is None else output.stats.evaluations
         batches.cpu_seconds += time.process_time() - begun
         if batches.step % SHOWN_EVERY == 0:
             shown = ", ".join(f"{key} {value:.4g}" for key, value in numbers.items())

@@ -2,11 +2,16 @@
 
 from deqseq.tasks.groups import parse_group
 from deqseq.tasks.monoid import FiniteMonoid, direct_product, generators
+from deqseq.tasks.stories import Answers, Balls, Programs, Story
 from deqseq.tasks.task import Task, WordBatch
 from deqseq.tasks.word_problem import WordProblem, prefix_products
 
 __all__ = [
+    "Answers",
+    "Balls",
     "FiniteMonoid",
+    "Programs",
+    "Story",
     "Task",
     "WordBatch",
     "WordProblem",

@@ -7,12 +7,14 @@ from typing import get_args, get_type_hints
 import catbabi
 import formal_languages
 import pytest
+import reasoning
 import state_tracking
 
 SCRIPTS = {
     "state_tracking": state_tracking,
     "formal_languages": formal_languages,
     "catbabi": catbabi,
+    "reasoning": reasoning,
 }
 BAD = {int: ("1.5", "-1"), float: ("nan", "-1")}
 
@@ -49,6 +51,10 @@ def test_numbers_out_of_range(script, option, value, tmp_path, capsys):
         ("state_tracking", "--eval-lengths", "--eval-lengths must have at least one value"),
         ("state_tracking", "--lengths 3 2", "--lengths must ascend, got (3, 2)"),
         ("state_tracking", "--baselines 2 2", "--baselines must have every value once"),
+        ("state_tracking", "--baselines rnn", "--baselines must be numbers of blocks, lstm, gru"),
+        ("state_tracking", "--baselines 0", "--baselines must be numbers of blocks, lstm, gru"),
+        ("reasoning", "--baseline-lrs 0.1 -1", "--baseline-lrs must be a number"),
+        ("reasoning", "--task cups", "--task"),
         ("state_tracking", "--group Q9", "name must be Zn, Sn, An or Dn"),
         ("state_tracking", "--group M --generators 1", "--generators: count must be one for"),
         (

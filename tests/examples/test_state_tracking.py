@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import comparison
 import pytest
 import state_tracking
 import torch
@@ -19,10 +20,10 @@ TINY = (
 MAMBA2 = "--d-state 4 --headdim 8"
 WHOLE = f"{MAMBA2} --steps 40 --group S3 --generators 2"
 SWEEPS = ("simultaneous", "sequential", "sliding")
-COUNTS = {"self_iterations", "converged", "token_updates", "evaluations"}
+COUNTS = {"self_iterations", "converged", "token_updates"}
 NUMBERS = (
     "model backbone group length sweep accuracy seed sequences seconds whole steps trained_to "
-    "cpu_minutes identity_probability"
+    "cpu_minutes identity_probability parameters lr evaluations evaluations_a_step tokens"
 )
 pytestmark = pytest.mark.filterwarnings("ignore::deqseq.solution.ConvergenceWarning")
 
@@ -71,8 +72,9 @@ def test_it_writes_numbers_and_a_figure_and_prints_a_table(whole, capsys):
         assert row["evaluations"] >= row["token_updates"] >= 1 <= row["self_iterations"]
     for row in rows[6:]:
         assert {row[count] for count in COUNTS} == {None}
+        assert row["evaluations"] == row["evaluations_a_step"] == 1
     assert (whole / "state_tracking.png").stat().st_size > 10_000
-    assert state_tracking.table(rows).splitlines()[0] == "| model | sweep | 4 | 8 |"
+    assert comparison.table(rows).splitlines()[0] == "| model | sweep | 4 | 8 |"
 
 
 def test_a_finished_run_is_evaluated_in_another_way_without_being_trained(whole, capsys):

@@ -1,0 +1,267 @@
+"""Tasks in words: balls that change places, and programs whose variables are to be tracked."""
+
+import random
+from abc import abstractmethod
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, NamedTuple
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from deqseq.arguments import Between, Within, check_ids, checked
+from deqseq.tasks.task import Task, WordBatch
+
+Answer = tuple[str, int]
+"""A word, and the hops that it takes."""
+
+
+class Answers(NamedTuple):
+    """What is asked in stories, both `(batch, length)`, int64.
+
+    Attributes:
+        targets: ids of the answers where a question ends, -100 elsewhere.
+        hops: how many sentences each answer is reached through, -1 elsewhere.
+    """
+
+    targets: Int64[Tensor, "batch length"]
+    hops: Int64[Tensor, "batch length"]
+
+
+class Story(Task):
+    """A task told in words, with questions inside, whose answers do not stand in the text.
+
+    Your own story defines ``words``, ``ends``, ``chance``, ``kinds``, ``sentence`` and ``follow``.
+    A word's id is its position in ``words``; the answer is scored at the last word of a question.
+    """
+
+    ends: tuple[str, ...]
+    """Words that end a sentence."""
+
+    @property
+    @abstractmethod
+    def words(self) -> tuple[str, ...]:
+        """All words."""
+
+    @abstractmethod
+    def kinds(self, length: int, drawn: random.Random) -> list[str]:
+        """Kinds of the sentences of a batch of stories, the question that ends them last."""
+
+    @abstractmethod
+    def sentence(self, kind: str, drawn: random.Random) -> str:
+        """A random sentence; those of a kind have equally many words."""
+
+    @abstractmethod
+    def follow(self, sentences: Iterable[list[str]]) -> Iterator[Answer | None]:
+        """What each sentence asks, if it does.
+
+        Raises:
+            ValueError: a sentence that is none of this story's.
+        """
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of words."""
+        return len(self.words)
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        return {word: place for place, word in enumerate(self.words)}
+
+    @checked
+    def encode(self, text: str) -> Int64[Tensor, " length"]:
+        """The ids of a text's words, which blanks separate.
+
+        Raises:
+            ValueError: no words, or one that is not in ``words``.
+        """
+        words = text.split()
+        unknown = sorted(set(words).difference(self.words))
+        if unknown or not words:
+            known = " ".join(self.words)
+            got = " ".join(unknown) or "none"
+            raise ValueError(f"text must have words of: {known}; got {got}")
+        return torch.tensor([self._ids[word] for word in words])
+
+    @checked
+    def decode(self, ids: Int64[Tensor, " length"]) -> str:
+        """The words of ids.
+
+        Raises:
+            ValueError: an id that is none of a word.
+        """
+        check_ids("ids", ids[None], self.vocab_size)
+        return " ".join(self.words[place] for place in ids.tolist())
+
+    @checked
+    def answers(self, inputs: Int64[Tensor, "batch length"]) -> Answers:
+        """The right answers to stories, your own among them, by following each sentence.
+
+        Raises:
+            ValueError: an id that is none of a word, or a sentence that cannot be followed.
+        """
+        check_ids("inputs", inputs, self.vocab_size)
+        targets, hops = torch.full_like(inputs, -100), torch.full_like(inputs, -1)
+        for row, ids in enumerate(inputs.tolist()):
+            words = [self.words[place] for place in ids]
+            stops = [place for place, word in enumerate(words, 1) if word in self.ends]
+            starts = [0, *stops[:-1]]
+            told = self.follow(words[a:b] for a, b in zip(starts, stops, strict=True))
+            for stop, answer in zip(stops, told, strict=True):
+                if answer is not None:
+                    targets[row, stop - 1] = self._ids[answer[0]]
+                    hops[row, stop - 1] = answer[1]
+        return Answers(targets, hops)
+
+    def draw(self, batch: int, length: int, generator: torch.Generator) -> WordBatch:
+        """Draw stories; all rows have the same sentences in kind, each in an order of its own."""
+        drawn = random.Random(int(torch.randint(2**62, (), generator=generator)))
+        *kinds, last = self.kinds(length, drawn)
+        rows = []
+        for _ in range(batch):
+            drawn.shuffle(kinds)
+            told = [self.sentence(kind, drawn) for kind in (*kinds, last)]
+            rows.append(self.encode(" ".join(told)))
+        inputs = torch.stack(rows)
+        return WordBatch(inputs, self.answers(inputs).targets)
+
+
+@checked
+@dataclass(frozen=True)
+class Balls(Story):
+    """Balls in cups are swapped: where is each of them?
+
+    A length is the number of swaps. Ball 1 begins in cup 1, ball 2 in cup 2, and so on. A hop is a
+    swap that an answer depends on: where a ball is says the last one that moved it, where its
+    partner was says the last one that had moved that, and so back to the beginning.
+
+    Args:
+        n: balls, 2 to 9.
+        questions: for each swap, above 0 up to 1, at random places and one at the end.
+
+    Example:
+        >>> task = Balls()
+        >>> story = task.encode("swap 1 and 3 . swap 3 and 5 . where is 5 ?")
+        >>> targets, hops = task.answers(story[None])
+        >>> task.decode(targets[0, -1:]), hops[0, -1].item()
+        ('1', 2)
+    """
+
+    n: Annotated[int, Between(2, 9)] = 5
+    questions: Annotated[float, Within("(0, 1]")] = 0.5
+    ends = (".", "?")
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """All words."""
+        return ("swap", "and", ".", "where", "is", "?", *self.balls)
+
+    @property
+    def balls(self) -> tuple[str, ...]:
+        """The balls, and the cups: both have numbers."""
+        return tuple(str(ball) for ball in range(1, self.n + 1))
+
+    @property
+    def chance(self) -> float:
+        """One over the number of cups."""
+        return 1 / self.n
+
+    def kinds(self, length: int, drawn: random.Random) -> list[str]:
+        """Swaps, and questions."""
+        return ["swap"] * length + ["question"] * max(1, round(length * self.questions))
+
+    def sentence(self, kind: str, drawn: random.Random) -> str:
+        """A swap of two balls, or a question."""
+        first, second = drawn.sample(self.balls, 2)
+        return f"swap {first} and {second} ." if kind == "swap" else f"where is {first} ?"
+
+    def follow(self, sentences: Iterable[list[str]]) -> Iterator[Answer | None]:
+        """Where the balls are that are asked for."""
+        found = {ball: (ball, 0) for ball in self.balls}
+        for sentence in sentences:
+            match sentence:
+                case ["where", "is", ball, "?"] if ball in found:
+                    yield found[ball]
+                    continue
+                case ["swap", a, "and", b, "."] if {a, b} <= found.keys() and a != b:
+                    (there, before), (here, so_far) = found[b], found[a]
+                    found[a], found[b] = (there, before + 1), (here, so_far + 1)
+                case _:
+                    raise _unknown(sentence, "swap 1 and 2 . or where is 1 ?")
+            yield None
+
+
+DIGITS = "0123456789"
+
+
+@dataclass(frozen=True)
+class Programs(Story):
+    """Programs of three variables, which begin at 0; numbers are those modulo 10.
+
+    A length is the number of assignments; as many values are printed, one of them at the end.
+    A hop is an assignment that the printed value has passed through, on the longest way; one that
+    is repeated counts as often.
+
+    Example:
+        >>> task = Programs()
+        >>> program = task.encode("x = 3 ; y = x + 9 ; repeat 2 : x = x + y ; print x ;")
+        >>> targets, hops = task.answers(program[None])
+        >>> task.decode(targets[0, -1:]), hops[0, -1].item()
+        ('7', 4)
+    """
+
+    ends = (";",)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """All words."""
+        return ("=", "+", ";", ":", "repeat", "print", *"xyz", *DIGITS)
+
+    @property
+    def chance(self) -> float:
+        """One over the number of digits."""
+        return 0.1
+
+    def kinds(self, length: int, drawn: random.Random) -> list[str]:
+        """Assignments of five kinds, and prints."""
+        forms = ("v = 0 ;", "v = v ;", "v = v + 0 ;", "v = v + v ;", "repeat n : v = v + v ;")
+        assigned = drawn.choices(forms, (3, 2, 6, 6, 3), k=length)
+        return assigned + ["print v ;"] * length
+
+    def sentence(self, kind: str, drawn: random.Random) -> str:
+        """A statement: its form, with variables and numbers that are drawn."""
+        choices = {"v": "xyz", "0": DIGITS, "n": "234"}
+        return " ".join(drawn.choice(choices.get(word, [word])) for word in kind.split())
+
+    def follow(self, sentences: Iterable[list[str]]) -> Iterator[Answer | None]:
+        """What is printed."""
+        found = dict.fromkeys("xyz", (0, 0)) | {digit: (int(digit), 0) for digit in DIGITS}
+        for sentence in sentences:
+            times, rest = "1", sentence
+            match sentence:
+                case ["repeat", digit, ":", *after] if digit in DIGITS:
+                    times, rest = digit, after
+            match rest:
+                case ["print", ("x" | "y" | "z") as name, ";"] if rest is sentence:
+                    value, hops = found[name]
+                    yield str(value), hops
+                    continue
+                case [("x" | "y" | "z") as name, "=", *terms, ";"] if _is_sum(terms, found):
+                    for _ in range(int(times)):
+                        values, hops = zip(*(found[term] for term in terms[::2]), strict=True)
+                        found[name] = sum(values) % 10, max(hops) + 1
+                case _:
+                    raise _unknown(sentence, "x = 3 ; or x = y + 2 ; or print x ;")
+            yield None
+
+
+def _is_sum(words: list[str], known: Container[str]) -> bool:
+    """Whether words are a variable or a number, or two of them and a plus."""
+    right = len(words) == 1 or (len(words) == 3 and words[1] == "+")
+    return right and all(word in known for word in words[::2])
+
+
+def _unknown(sentence: list[str], known: str) -> ValueError:
+    return ValueError(f"inputs must have sentences such as {known} got {' '.join(sentence)!r}")
