@@ -25,21 +25,20 @@ class Puzzles(NamedTuple):
 class Sudoku:
     """Each line, column and box has every digit once. 0 is a blank; a digit's class is one less.
 
-    Puzzles have so many ``givens``, or a few more; or they are those of a file ``csv``.
+    Puzzles have so many ``givens``, or a few more, or are those of a file ``csv``. When varied, a
+    share ``hints`` has more.
     """
 
-    def __init__(self, side: int, givens: int, csv: str = "") -> None:
-        self.side, self.givens, self.csv = side, givens, csv
+    def __init__(self, side: int, givens: int, csv: str = "", hints: float = 0.0) -> None:
+        self.side, self.givens, self.csv, self.hints = side, givens, csv, hints
         self.vocab_size, self.n_classes = side + 1, side
         (height, width), cells = BOXES[side], (divmod(cell, side) for cell in range(side**2))
         self.units = [(r, c, r // height * height + c // width) for r, c in cells]
         self.positions = torch.tensor(self.units)  # line, column and box
 
     def make(self, count: int, seed: int) -> Puzzles:
-        """So many puzzles of different solutions: none becomes another by renaming its digits.
-
-        There are only twelve such solutions of 4 x 4, so there the puzzles differ.
-        """
+        """So many puzzles of different solutions: none becomes another by renaming its digits."""
+        # only twelve solutions of 4 x 4 differ so: there the puzzles do
         drawn, made, tries = random.Random(f"sudoku {seed}"), {}, 0
         while not self.csv and len(made) < count and (tries := tries + 1) < 100 * count:
             solution = next(self.solutions([0] * self.side**2, drawn))
@@ -51,11 +50,7 @@ class Sudoku:
         return Puzzles(inputs, solutions - 1)
 
     def _read(self, path: Path, count: int) -> list[list[list[int]]]:
-        """So many puzzles of a CSV file, which has them and their solutions in two of its columns.
-
-        So do Sudoku-Extreme and ``qqwing --generate N --csv --solution``; a dot or a zero is blank.
-        They are drawn; of those with the same solution, but for the names of its digits, one.
-        """
+        """Puzzles that are drawn from a CSV file, such as Sudoku-Extreme's or one of qqwing."""
         pairs: dict[tuple[int, ...], list[list[int]]] = {}
         with path.open(newline="") as file:
             for row in csv.reader(file):
@@ -109,10 +104,15 @@ class Sudoku:
         return puzzle
 
     def varied(self, puzzles: Puzzles, generator: torch.Generator) -> Puzzles:
-        """The same puzzles with other names for their digits."""
-        names = torch.rand(len(puzzles.inputs), self.side, generator=generator).argsort(dim=1)
-        inputs = torch.cat([torch.zeros_like(names[:, :1]), names + 1], dim=1)
-        return Puzzles(inputs.gather(1, puzzles.inputs), names.gather(1, puzzles.targets))
+        """The same puzzles with other names for their digits, and hints."""
+        inputs, targets = puzzles
+        names = torch.rand(len(inputs), self.side, generator=generator).argsort(dim=1)
+        if self.hints:
+            left = torch.rand(len(inputs), 1, generator=generator) - (1 - self.hints)
+            told = torch.rand(inputs.shape, generator=generator) < left.clamp(min=0) / self.hints
+            inputs = torch.where(told, targets + 1, inputs)
+        digits = torch.cat([torch.zeros_like(names[:, :1]), names + 1], dim=1)
+        return Puzzles(digits.gather(1, inputs), names.gather(1, targets))
 
 
 def enough(made: dict[Any, Any], count: int) -> list[Any]:

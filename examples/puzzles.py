@@ -8,7 +8,7 @@ it again: it goes on from its last checkpoint.
     python examples/puzzles.py                                       # Sudoku, 6 x 6: 6 minutes
     python examples/puzzles.py --quick                               # seconds: does it run?
     python examples/puzzles.py --puzzle sudoku9 --givens 36 --width 128 --minutes 60
-    python examples/puzzles.py --puzzle maze --test-sides 11 15 21
+    python examples/puzzles.py --puzzle maze --test-others 15 21
     python examples/puzzles.py --model trm --solver naive --gradient one_step
 """
 
@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+from comparison import table
 from matplotlib.figure import Figure
 from puzzle_models import SUPERVISIONS, make_layers, make_model
 from puzzle_tasks import Maze, Puzzles, Sudoku
-from run_folder import claimed_folder, flag, markdown, naming, write_rows
+from run_folder import claimed_folder, naming, write_rows
 from run_folder import read_options as parse
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
@@ -46,6 +47,7 @@ class Options(RunOptions):
     puzzle: Literal["sudoku4", "sudoku6", "sudoku9", "maze"] = "sudoku6"  # what is solved
     givens: int = 14  # Sudoku: digits that are given
     side: int = 11  # maze: cells of a side, in training
+    hints: float = 0.0  # Sudoku: share of a batch in which more digits are given
     csv: str = ""  # Sudoku: a file of puzzles and solutions; default: own ones
     model: Literal["deq", "trm", "explicit"] = "deq"  # which recurrence
     width: int = 96  # of the states
@@ -56,18 +58,21 @@ class Options(RunOptions):
     train_puzzles: int = 10_000  # puzzles that are trained on, each under many names
     test_puzzles: int = 1000  # held-out puzzles
     test_iterations: tuple[int, ...] = (4, 16, 64, 256)  # budgets of the test
-    test_sides: tuple[int, ...] = (11, 15, 21)  # maze: cells of a side, in tests
+    test_others: tuple[int, ...] = ()  # more tests: sides of mazes, givens of 9 x 9
     batch: int = 64  # puzzles of an update
     lr: float = 1e-3  # learning rate, after 200 updates of warm-up
     minutes: float = 6.0  # of CPU time in training
 
-    FREE: ClassVar = (*RunOptions.FREE, "test_iterations", "test_sides")
+    INTERVALS: ClassVar = {"hints": "[0, 1]"}
+    FREE: ClassVar = (*RunOptions.FREE, "test_iterations", "test_others")
 
     def __post_init__(self) -> None:
         check_options(self)
-        for name, sides in (("side", (self.side,)), ("test_sides", self.test_sides)):
-            if self.puzzle == "maze" and any(side % 2 == 0 or side < 5 for side in sides):
-                raise ValueError(f"{flag(name)} must be odd, 5 or more, got {getattr(self, name)}")
+        if self.test_others and self.puzzle in ("sudoku4", "sudoku6"):
+            raise ValueError(f"--test-others must be empty: too few solutions of {self.puzzle}")
+        for side in (self.side, *self.test_others) if self.puzzle == "maze" else ():
+            if side % 2 == 0 or side < 5:
+                raise ValueError(f"sides of mazes must be odd, 5 or more, got {side}")
         if self.csv and (self.puzzle == "maze" or not Path(self.csv).is_file()):
             raise ValueError(f"--csv must be a file of Sudokus, got {self.csv!r} for {self.puzzle}")
         with naming("--width, --layers"):
@@ -79,11 +84,12 @@ def read_options(arguments: Sequence[str]) -> Options:
     return parse(Options, arguments, QUICK)
 
 
-def make_task(options: Options, side: int) -> Sudoku | Maze:
-    """The task, for mazes of another ``side``, too."""
+def make_task(options: Options, other: int = 0) -> Sudoku | Maze:
+    """The task, or one with mazes of another side, with Sudokus of other givens."""
     if options.puzzle == "maze":
-        return Maze(side)
-    return Sudoku(int(options.puzzle[-1]), options.givens, options.csv)
+        return Maze(other or options.side)
+    side, csv = int(options.puzzle[-1]), "" if other else options.csv
+    return Sudoku(side, other or options.givens, csv, options.hints)
 
 
 def moving_mean(mean: Tensor, weight: Tensor, updates: Tensor | int) -> Tensor:
@@ -204,46 +210,40 @@ def draw(path: Path, lm: dq.TokenClassifier, puzzles: Puzzles, side: int) -> Non
     figure.savefig(path, dpi=150)
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Shares of right puzzles, budgets across, as Markdown."""
-    lines: dict[int, dict[int, str]] = {}
-    for row in rows:
-        settled = f" ({row['converged']:.0%} converged)" if "converged" in row else ""
-        lines.setdefault(row["tested"], {})[row["budget"]] = f"{row['exact']:.3f}{settled}"
-    header = ["cells of a side", *(f"{budget} iterations" for budget in lines[rows[0]["tested"]])]
-    return markdown(header, [[side, *cells.values()] for side, cells in lines.items()])
-
-
 def main(arguments: Sequence[str]) -> None:
     """Train, test, and write the numbers and the picture."""
     one_process("puzzles.py")
     options = read_options(arguments)
     folder = Path(options.output or f"runs/puzzles_{options.puzzle}_{options.model}_{options.seed}")
     with claimed_folder("puzzles.py", options, folder):
-        task, number = make_task(options, options.side), options.train_puzzles
+        task, number = make_task(options), options.train_puzzles
         count = number + options.test_puzzles
         with naming("--train-puzzles, --test-puzzles, --csv", SystemExit):
             every = task.make(count, options.seed)
         run = Run(options, task, folder / "checkpoint.pt")
         run.train(Puzzles(*(part[:number] for part in every)))
         lm: Any = run.mean.module.eval()
-        about = {name: getattr(options, name) for name in vars(options)} | {
+        about = vars(options) | {
             "updates": run.step,
             "cpu_minutes": round(run.seconds / 60, 2),
             "parameters": sum(parameter.numel() for parameter in lm.parameters()),
         }
-        rows, tests = [], {task.side: Puzzles(*(part[number:] for part in every))}
-        if options.puzzle == "maze":
-            for side in options.test_sides:
-                other = make_task(options, side).make(options.test_puzzles, options.seed + 1)
-                tests.setdefault(side, other)
-        for side, puzzles in tests.items():
-            rows += [about | {"tested": side} | row for row in test(lm, puzzles, options)]
+        held_out = Puzzles(*(part[number:] for part in every))
+        rows, maze = [], options.puzzle == "maze"
+        for other in (0, *options.test_others):
+            puzzles, tested = held_out, other or (options.side if maze else options.givens)
+            if other:
+                puzzles = make_task(options, other).make(options.test_puzzles, options.seed + 1)
+            rows += [about | {"tested": tested} | row for row in test(lm, puzzles, options)]
         write_rows(folder, rows)
         if options.model != "explicit":
-            draw(folder / "puzzles.png", lm, tests[task.side], task.side)
+            draw(folder / "puzzles.png", lm, held_out, task.side)
         print(f"\nshare of the puzzles that are solved whole; {run.step} updates:\n")
-        print(f"{table(rows)}\n\nnumbers and picture: {folder}/")
+        shown = [
+            {"accuracy": row["exact"], "self_iterations": row.get("taken"), "converged": None} | row
+            for row in rows
+        ]
+        print(f"{table(shown, ['tested'], 'budget')}\n\nnumbers and picture: {folder}/")
 
 
 if __name__ == "__main__":

@@ -48,8 +48,6 @@ class Options(Recipe):
     lengths: tuple[int, ...] = (1, 2, 3, 4)  # sentences of the first phase, unrolled
     free_lengths: tuple[int, ...] = (4, 5, 6, 8, 10, 12)  # sentences when solved
     eval_lengths: tuple[int, ...] = (12, 24, 48, 96)  # sentences of the tests
-    batch: int = 64  # stories per training step
-    dropout: float = 0.1  # of the blocks, one mask per solve
     baselines: tuple[str, ...] = ("1", "4", "lstm", "gru")  # what it is compared with
     baseline_lrs: tuple[float, ...] = (1e-3, 3e-3, 1e-2)  # theirs, of which the best is shown
 

@@ -18,6 +18,7 @@ from run_folder import check_numbers, flag
 import deqseq as dq
 from deqseq.training import Curriculum, check_finite
 
+MAY_BE_EMPTY = ("baselines", "baseline_lrs", "test_others")
 CLIP = 0.25  # largest gradient norm
 SHOWN_EVERY, SAVED_EVERY = 20, 50  # steps
 
@@ -47,7 +48,7 @@ def check_options(options: RunOptions) -> None:
     """Refuse numbers out of range, missing or repeated values, and a device that is not here."""
     check_numbers(options)
     for name, value in vars(options).items():
-        if value == () and not name.startswith("baseline"):
+        if value == () and name not in MAY_BE_EMPTY:
             raise ValueError(f"{flag(name)} must have at least one value, got none")
         if isinstance(value, tuple) and len(set(value)) < len(value):
             raise ValueError(f"{flag(name)} must have every value once, got {value}")

@@ -21,14 +21,15 @@ EXAMPLES: Mapping[str, LanguageModelSpec] = MappingProxyType(
     {
         name: LanguageModelSpec(
             tokens,
-            Mamba2Config(d_model=width, d_state=16, headdim=32, skip_scale=skip_scale),
+            Mamba2Config(d_model=width, d_state=d_state, headdim=32, skip_scale=skip_scale),
             SolveConfig(stop=Stop(rtol=1e-2, max_steps=max_steps)),
         )
-        for name, tokens, width, skip_scale, max_steps in (
-            ("parity", 2, 32, 1.0, 1000),
-            ("parity-unrolled", 2, 32, 1.0, 1000),
-            ("a5", 60, 64, 1.0, 2000),
-            ("text", 128, 96, 0.25, 256),
+        for name, tokens, width, d_state, skip_scale, max_steps in (
+            ("parity", 2, 32, 16, 1.0, 1000),
+            ("parity-unrolled", 2, 32, 16, 1.0, 1000),
+            ("a5", 60, 64, 16, 1.0, 2000),
+            ("balls", 11, 64, 32, 1.0, 2000),
+            ("text", 128, 96, 16, 0.25, 256),
         )
     }
 )
@@ -38,7 +39,7 @@ EXAMPLES: Mapping[str, LanguageModelSpec] = MappingProxyType(
 @overload
 def load_example(name: Literal["sudoku"]) -> TokenClassifier: ...
 @overload
-def load_example(name: Literal["parity", "parity-unrolled", "a5", "text"]) -> CausalLM: ...
+def load_example(name: Literal["parity", "parity-unrolled", "a5", "balls", "text"]) -> CausalLM: ...
 @overload
 def load_example(name: str) -> Any: ...
 def load_example(name: str) -> Any:

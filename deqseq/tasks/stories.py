@@ -33,12 +33,28 @@ class Answers(NamedTuple):
 class Story(Task):
     """A task told in words, with questions inside, whose answers do not stand in the text.
 
-    Your own story defines ``words``, ``ends``, ``chance``, ``kinds``, ``sentence`` and ``follow``.
-    A word's id is its position in ``words``; the answer is scored at the last word of a question.
+    Your own story defines ``words``, ``ends``, ``chance``, ``tell`` and ``follow``. A word's id is
+    its position in ``words``; the answer is scored at the last word of a question. Stories of a
+    batch have equally many words: shorter ones have sentences without any, at random places.
+
+    Example:
+        >>> class Echo(Story):
+        ...     words, ends, chance = ("a", "b", "?", "."), (".", "?"), 1 / 2
+        ...
+        ...     def tell(self, length, drawn):
+        ...         return [f"{drawn.choice('ab')} ." for _ in range(length)] + ["?"]
+        ...
+        ...     def follow(self, sentences):
+        ...         for sentence in sentences:
+        ...             yield (said, 1) if sentence == ["?"] else None
+        ...             said = sentence[0]
+        >>> echo = Echo()
+        >>> echo.decode(echo.answers(echo.encode("a . b . ?")[None]).targets[0, -1:])
+        'b'
     """
 
     ends: tuple[str, ...]
-    """Words that end a sentence."""
+    """Words that end a sentence; the first is a sentence without words."""
 
     @property
     @abstractmethod
@@ -46,16 +62,15 @@ class Story(Task):
         """All words."""
 
     @abstractmethod
-    def kinds(self, length: int, drawn: random.Random) -> list[str]:
-        """Kinds of the sentences of a batch of stories, the question that ends them last."""
+    def tell(self, length: int, drawn: random.Random) -> list[str]:
+        """A story of a ``length``, sentence by sentence, whose randomness comes from ``drawn``.
 
-    @abstractmethod
-    def sentence(self, kind: str, drawn: random.Random) -> str:
-        """A random sentence; those of a kind have equally many words."""
+        The last sentence is a question.
+        """
 
     @abstractmethod
     def follow(self, sentences: Iterable[list[str]]) -> Iterator[Answer | None]:
-        """What each sentence asks, if it does.
+        """The answer to each of the ``sentences`` that asks something, None for the others.
 
         Raises:
             ValueError: a sentence that is none of this story's.
@@ -72,7 +87,7 @@ class Story(Task):
 
     @checked
     def encode(self, text: str) -> Int64[Tensor, " length"]:
-        """The ids of a text's words, which blanks separate.
+        """The ids of the words of a ``text``, which blanks separate; `(length,)`, int64.
 
         Raises:
             ValueError: no words, or one that is not in ``words``.
@@ -80,14 +95,13 @@ class Story(Task):
         words = text.split()
         unknown = sorted(set(words).difference(self.words))
         if unknown or not words:
-            known = " ".join(self.words)
             got = " ".join(unknown) or "none"
-            raise ValueError(f"text must have words of: {known}; got {got}")
+            raise ValueError(f"text must have words of: {' '.join(self.words)}; got {got}")
         return torch.tensor([self._ids[word] for word in words])
 
     @checked
     def decode(self, ids: Int64[Tensor, " length"]) -> str:
-        """The words of ids.
+        """The words of ``ids``, `(length,)`, int64, as text.
 
         Raises:
             ValueError: an id that is none of a word.
@@ -98,6 +112,8 @@ class Story(Task):
     @checked
     def answers(self, inputs: Int64[Tensor, "batch length"]) -> Answers:
         """The right answers to stories, your own among them, by following each sentence.
+
+        The ids ``inputs`` are `(batch, length)`, int64. Words behind the last sentence are ignored.
 
         Raises:
             ValueError: an id that is none of a word, or a sentence that cannot be followed.
@@ -116,15 +132,14 @@ class Story(Task):
         return Answers(targets, hops)
 
     def draw(self, batch: int, length: int, generator: torch.Generator) -> WordBatch:
-        """Draw stories; all rows have the same sentences in kind, each in an order of its own."""
+        """Draw stories, and follow them."""
         drawn = random.Random(int(torch.randint(2**62, (), generator=generator)))
-        *kinds, last = self.kinds(length, drawn)
-        rows = []
-        for _ in range(batch):
-            drawn.shuffle(kinds)
-            told = [self.sentence(kind, drawn) for kind in (*kinds, last)]
-            rows.append(self.encode(" ".join(told)))
-        inputs = torch.stack(rows)
+        stories = [self.tell(length, drawn) for _ in range(batch)]
+        sizes = [len(" ".join(story).split()) for story in stories]
+        for story, size in zip(stories, sizes, strict=True):
+            for _ in range(max(sizes) - size):
+                story.insert(drawn.randrange(len(story)), self.ends[0])
+        inputs = torch.stack([self.encode(" ".join(story)) for story in stories])
         return WordBatch(inputs, self.answers(inputs).targets)
 
 
@@ -168,20 +183,21 @@ class Balls(Story):
         """One over the number of cups."""
         return 1 / self.n
 
-    def kinds(self, length: int, drawn: random.Random) -> list[str]:
-        """Swaps, and questions."""
-        return ["swap"] * length + ["question"] * max(1, round(length * self.questions))
-
-    def sentence(self, kind: str, drawn: random.Random) -> str:
-        """A swap of two balls, or a question."""
-        first, second = drawn.sample(self.balls, 2)
-        return f"swap {first} and {second} ." if kind == "swap" else f"where is {first} ?"
+    def tell(self, length: int, drawn: random.Random) -> list[str]:
+        """Swaps and questions in a random order."""
+        asked = max(1, round(length * self.questions))
+        story = ["swap {} and {} ."] * length + ["where is {} ?"] * (asked - 1)
+        drawn.shuffle(story)
+        story.append("where is {} ?")
+        return [form.format(*drawn.sample(self.balls, 2)) for form in story]
 
     def follow(self, sentences: Iterable[list[str]]) -> Iterator[Answer | None]:
         """Where the balls are that are asked for."""
         found = {ball: (ball, 0) for ball in self.balls}
         for sentence in sentences:
             match sentence:
+                case ["."]:
+                    pass
                 case ["where", "is", ball, "?"] if ball in found:
                     yield found[ball]
                     continue
@@ -194,15 +210,18 @@ class Balls(Story):
 
 
 DIGITS = "0123456789"
+FORMS = ("t = 0 ;", "t = v ;", "t = v + 0 ;", "t = v + v ;", "repeat n : t = v + v ;")
+WEIGHTS = (3, 2, 6, 6, 3)
+"""How often each form is drawn."""
 
 
 @dataclass(frozen=True)
 class Programs(Story):
-    """Programs of three variables, which begin at 0; numbers are those modulo 10.
+    """Programs of three variables, whose values are numbers modulo 10.
 
-    A length is the number of assignments; as many values are printed, one of them at the end.
-    A hop is an assignment that the printed value has passed through, on the longest way; one that
-    is repeated counts as often.
+    A length is the number of assignments; as many values are printed, one of them at the end. A
+    variable is read after it has a value. A hop is an assignment that a value has passed through,
+    on the longest way; one that is repeated counts as often.
 
     Example:
         >>> task = Programs()
@@ -224,27 +243,32 @@ class Programs(Story):
         """One over the number of digits."""
         return 0.1
 
-    def kinds(self, length: int, drawn: random.Random) -> list[str]:
-        """Assignments of five kinds, and prints."""
-        forms = ("v = 0 ;", "v = v ;", "v = v + 0 ;", "v = v + v ;", "repeat n : v = v + v ;")
-        assigned = drawn.choices(forms, (3, 2, 6, 6, 3), k=length)
-        return assigned + ["print v ;"] * length
-
-    def sentence(self, kind: str, drawn: random.Random) -> str:
-        """A statement: its form, with variables and numbers that are drawn."""
-        choices = {"v": "xyz", "0": DIGITS, "n": "234"}
-        return " ".join(drawn.choice(choices.get(word, [word])) for word in kind.split())
+    def tell(self, length: int, drawn: random.Random) -> list[str]:
+        """A number, then assignments of five forms and prints in a random order, and a print."""
+        kinds = ["assign", "print"] * (length - 1)
+        drawn.shuffle(kinds)
+        story, named = [], list[str]()
+        for kind in ("assign", *kinds, "print"):
+            target, form = drawn.choice("xyz"), "t = 0 ;"
+            if named:
+                form = "print v ;" if kind == "print" else drawn.choices(FORMS, WEIGHTS)[0]
+            choices = {"t": target, "v": named, "0": DIGITS, "n": "234"}
+            story.append(" ".join(drawn.choice(choices.get(c, [c])) for c in form.split()))
+            named += [target] * (kind == "assign" and target not in named)
+        return story
 
     def follow(self, sentences: Iterable[list[str]]) -> Iterator[Answer | None]:
         """What is printed."""
-        found = dict.fromkeys("xyz", (0, 0)) | {digit: (int(digit), 0) for digit in DIGITS}
+        found = {digit: (int(digit), 0) for digit in DIGITS}
         for sentence in sentences:
             times, rest = "1", sentence
             match sentence:
                 case ["repeat", digit, ":", *after] if digit in DIGITS:
                     times, rest = digit, after
             match rest:
-                case ["print", ("x" | "y" | "z") as name, ";"] if rest is sentence:
+                case [";"] if rest is sentence:
+                    pass
+                case ["print", name, ";"] if name in found and rest is sentence:
                     value, hops = found[name]
                     yield str(value), hops
                     continue

@@ -51,6 +51,20 @@ def test_no_solution_is_another_one_with_other_digits():
     assert renamed(grids[0]) == renamed([7 - digit for digit in grids[0]])
 
 
+def test_hints_are_right_digits():
+    plain, task = Sudoku(6, 14), Sudoku(6, 14, hints=0.5)
+    made = task.make(200, seed=0)
+    told = task.varied(made, torch.Generator().manual_seed(0))
+    given = told.inputs > 0
+    assert torch.equal(given & (made.inputs > 0), made.inputs > 0)
+    assert torch.equal(told.inputs[given], told.targets[given] + 1)
+    more = (given.sum(1) > (made.inputs > 0).sum(1)).double().mean()
+    assert more == pytest.approx(0.5, abs=0.12)
+    renamed = plain.varied(made, torch.Generator().manual_seed(0))
+    assert torch.equal(renamed.targets, told.targets)
+    assert torch.equal(renamed.inputs > 0, made.inputs > 0)
+
+
 def same(puzzles, others):
     """The same pairs in any order."""
     pairs = (torch.cat([*each], dim=1).tolist() for each in (puzzles, others))
@@ -108,15 +122,22 @@ def test_the_marked_path_is_the_only_shortest_one():
 
 
 @pytest.mark.parametrize(
-    "options", ["", "--model trm", "--model explicit", "--puzzle maze --side 7"]
+    "options",
+    [
+        "",
+        "--model trm",
+        "--model explicit",
+        "--puzzle maze --side 7 --test-others 9",
+        "--puzzle sudoku9 --givens 36 --test-others 40 --hints 0.5",
+    ],
 )
 def test_it_writes_numbers_and_goes_on(tmp_path, capsys, options):
-    command = f"{TINY} --test-sides 7 9 {options} --output {tmp_path}".split()
+    command = f"{TINY} {options} --output {tmp_path}".split()
     puzzles.main(command)
     rows = json.loads((tmp_path / "results.json").read_text())
     budgets = [1] if "explicit" in options else [2, 6]
-    sides = [7, 9] if "maze" in options else [4]
-    kinds = [*itertools.product(sides, budgets)]
+    tested = [7, 9] if "maze" in options else [36, 40] if "sudoku9" in options else [6]
+    kinds = [*itertools.product(tested, budgets)]
     assert [(row["tested"], row["budget"]) for row in rows] == kinds
     assert all(0 <= row["exact"] <= row["cells"] <= 1 for row in rows)
     assert all(row["updates"] > 0 and row["cpu_minutes"] >= 0.02 for row in rows)
@@ -140,7 +161,7 @@ def test_updates_learn_and_those_of_two_states_go_on_from_one_another(monkeypatc
     monkeypatch.setattr(dq.TokenClassifier, "forward", watched)
     for model, updates in (("deq", 1), ("trm", 4)):
         options = read_options(f"{TINY} --model {model} --lr 0.01".split())
-        task = puzzles.make_task(options, options.side)
+        task = puzzles.make_task(options)
         run, batch = puzzles.Run(options, task, tmp_path / model), task.make(12, seed=0)
         losses, states = [], []
         for _ in range(30):
@@ -162,7 +183,7 @@ def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path, monkeypatch):
         path = tmp_path / f"{len(parts)}.pt"
         for seconds in parts:
             options = replace(read_options(TINY.split()), minutes=seconds / 60)
-            task = puzzles.make_task(options, options.side)
+            task = puzzles.make_task(options)
             run = puzzles.Run(options, task, path)
             run.train(task.make(12, 0))
         runs.append(run)
@@ -177,9 +198,12 @@ def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path, monkeypatch):
     [
         ("--width 30", "--width, --layers: LlamaConfig.n_heads must divide d_model = 30"),
         ("--givens 0", "--givens must"),
+        ("--hints 2", "--hints must be a number in [0, 1], got 2.0"),
+        ("--test-others 0 --puzzle sudoku9", "--test-others must"),
+        ("--test-others 12", "--test-others must be empty: too few solutions of sudoku6"),
         ("--minutes -1", "--minutes must"),
         ("--csv nowhere.csv", "--csv must be a file of Sudokus, got 'nowhere.csv'"),
-        ("--side 8 --puzzle maze", "--side must be odd, 5 or more, got 8"),
+        ("--side 8 --puzzle maze", "sides of mazes must be odd, 5 or more, got 8"),
     ],
 )
 def test_bad_options_are_named_before_anything_is_made(arguments, text, tmp_path, capsys):

@@ -54,8 +54,8 @@ def test_programs_print_what_python_prints():
     task = Programs()
     for text, targets, hops in told(task):
         printed, names = [], {"x": (0, 0), "y": (0, 0), "z": (0, 0)}
-        for line in text.replace(" ;", "\n").splitlines():
-            times, rest = re.fullmatch(r"\s*(?:repeat (\d) : )?(.*)", line).groups()
+        for line in filter(str.strip, text.replace(";", "\n").splitlines()):
+            times, rest = re.fullmatch(r"(?:repeat (\d) : )?(.*)", line.strip()).groups()
             values = {name: value for name, (value, _) in names.items()}
             if rest.startswith("print"):
                 printed.append((str(values[rest[-1]]), names[rest[-1]][1]))
@@ -68,7 +68,7 @@ def test_programs_print_what_python_prints():
                 step = max(before, names[target][1] if target in rest.split("=")[1] else 0) + 1
                 names[target] = values[target], before + 1 if not repeated else step
         assert questions(task, targets, hops) == printed
-        assert len(printed) == 4
+        assert len(printed) == 9
 
 
 @pytest.mark.parametrize("task", [Balls(), Programs()])
@@ -78,6 +78,8 @@ def test_every_form_is_drawn_and_text_becomes_ids_and_back(task):
     assert words == set(task.words)
     assert task.decode(task.encode(texts[0])) == texts[0]
     assert len(set(texts)) == 40
+    empty = f"{task.ends[0]} {task.ends[0]}"
+    assert sum(empty in text for text in texts) == (39 if task.words[0] == "=" else 0)
     assert task.vocab_size == len(task.words)
 
 
@@ -96,14 +98,17 @@ def test_answers_are_evenly_spread_after_many_swaps():
         (Balls(), "where is and ?"),
         (Balls(), "swap 1 and 2 ?"),
         (Programs(), "x = ;"),
+        (Programs(), "x = y ;"),
+        (Programs(), "print z ;"),
         (Programs(), "x = = ;"),
-        (Programs(), "x = y + ;"),
-        (Programs(), "x = y + z + 1 ;"),
-        (Programs(), "3 = y ;"),
-        (Programs(), "repeat x : x = y ;"),
+        (Programs(), "x = 1 + ;"),
+        (Programs(), "x = 1 + 2 + 3 ;"),
+        (Programs(), "3 = 4 ;"),
+        (Programs(), "repeat x : x = 1 ;"),
         (Programs(), "repeat 2 : print x ;"),
         (Programs(), "repeat 2 : repeat 2 : x = 1 ;"),
-        (Programs(), ";"),
+        (Programs(), "repeat 2 : ;"),
+        (Programs(), "repeat 2 ;"),
     ],
 )
 def test_sentences_that_cannot_be_followed_are_shown(task, text):
