@@ -1,8 +1,8 @@
 """Makes the models of deqseq.load_example: ``python docs/_tools/weights.py
-parity|parity-unrolled|text|sudoku``.
+parity|parity-unrolled|text|sudoku|balls``.
 
 The models of parity are trained as in tutorials/parity.md, the one of text as in
-benchmarks/skip_scale.py, that of Sudoku by examples/puzzles.py. A5 is kept from an earlier recipe:
+benchmarks/skip_scale.py, those of Sudoku and balls by examples/puzzles.py and reasoning.py. A5 is kept from an earlier recipe:
 some of its rows do not settle at damping 0.8, which pages use.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tqdm import trange
 
 import deqseq as dq
@@ -48,16 +48,24 @@ def parity(name: str) -> dq.CausalLM:
 
 def text() -> dq.CausalLM:
     """Train on Shakespeare's plays."""
-    folders = Path(__file__).parents[2]
-    sys.path += [str(folders / "benchmarks"), str(folders / "examples")]
     from skip_scale import STEPS, plays, trained
 
     return trained(EXAMPLES["text"], plays(quick=False)[0], 0, STEPS)
 
 
+def balls() -> dq.CausalLM:
+    """Train on balls in cups, 14 CPU minutes; a run in ``runs/`` goes on, or is used."""
+    import reasoning
+
+    reasoning.main(["--baselines"])
+    found = Path("runs/reasoning_balls_0/implicit/checkpoints").glob("*/model.safetensors")
+    lm = EXAMPLES["balls"].build()
+    lm.load_state_dict(load_file(max(found, key=lambda path: path.stat().st_mtime)))
+    return lm
+
+
 def puzzle() -> dq.TokenClassifier:
     """Train on Sudokus, six CPU minutes; a run in ``runs/`` goes on, or is used."""
-    sys.path.append(str(Path(__file__).parents[2] / "examples"))
     import puzzles
 
     puzzles.main([])
@@ -70,7 +78,9 @@ def puzzle() -> dq.TokenClassifier:
 
 def main(name: str) -> None:
     """Train one model and write its weights."""
-    makers: dict[str, Any] = {"text": text, "sudoku": puzzle}
+    folders = Path(__file__).parents[2]
+    sys.path += [str(folders / "benchmarks"), str(folders / "examples")]
+    makers: dict[str, Any] = {"text": text, "sudoku": puzzle, "balls": balls}
     lm = makers[name]() if name in makers else parity(name)
     weights = {key: tensor.contiguous() for key, tensor in lm.state_dict().items()}
     path = WEIGHTS / f"{name}.safetensors"
