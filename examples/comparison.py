@@ -45,8 +45,10 @@ def compare(
     evaluate: Callable[..., Iterator[dict]],
     folder: Path,
 ) -> tuple[Rows, dq.CausalLM]:
-    """Train and evaluate the implicit model, then the baselines on the same batches.
+    """Train and evaluate the implicit model, then the baselines.
 
+    Explicit models see its batches. An RNN has lessons of its own, which end when it has learned
+    them: its steps take less time, and it needs more of them.
     Of a baseline's learning rates the rows have the one with the best mean accuracy in these tests.
     """
     kinds = itertools.product(options.baselines, options.baseline_lrs or (options.lr,))
@@ -56,7 +58,7 @@ def compare(
         name = label if kind is None or not options.baseline_lrs else f"{label} lr {lr:g}"
         lm = make_model(options, tasks[0].vocab_size, kind).to(options.device)
         trained = replace(options, lr=lr)
-        batches = LengthSchedule(tasks, trained, accuracy, plan)
+        batches = LengthSchedule(tasks, trained, accuracy, None if kind in RNNS else plan)
         train(name, lm, batches, make_curriculum(options), folder, trained)
         evaluations = batches.tokens if kind in RNNS else batches.evaluations
         about = {
@@ -77,7 +79,7 @@ def compare(
                 print(f"{name}, {row['sweep']}, {length}", flush=True)
                 one_by_one = {"evaluations": row["tokens"]} if kind in RNNS else {}
                 found.append(about | row | one_by_one)
-        plan = batches.plan
+        plan = plan or batches.plan
         models.append(lm)
         if mean(found) > mean(best.get(label, [])):
             best[label] = found

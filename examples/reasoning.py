@@ -6,8 +6,8 @@ A story comes in, and each of its questions is to be answered; the answers do no
     x = 3 ; y = x + 9 ; repeat 2 : x = x + y ; print x ;              7
 
 One block is trained on stories of up to 12 sentences, which get longer as it learns them, and
-tested on up to 96. Baselines see the same batches; each is trained with three learning rates, and
-the best is shown. Interrupt it and run it again: it goes on from its last checkpoint.
+tested on up to 96. Baselines are trained with three learning rates each, and the best is shown.
+Interrupt it and run it again: it goes on from its last checkpoint.
 
     python examples/reasoning.py                                     # balls
     python examples/reasoning.py --quick                             # seconds: does it run?

@@ -3,8 +3,8 @@
 An implicit model starts on strings of 2 tokens, through a few unrolled iterations, all
 differentiated. When nearly all answers are right, the next length follows; from ``--lengths`` it
 goes on to ``--free-lengths``, where the fixed point itself is trained, solved with a sliding window
-from random states. When the last length is learned, the learning rate falls to the end. Baselines,
-explicit models and torch's RNNs, see the same batches at the same steps.
+from random states. When the last length is learned, the learning rate falls to the end. Explicit
+models see the same batches at the same steps; torch's RNNs have lessons of their own.
 """
 
 import itertools
@@ -258,5 +258,6 @@ def make_model(options: Recipe, vocab_size: int, kind: str | None) -> dq.CausalL
 
 
 def make_rnn(kind: str, vocab_size: int, width: int) -> dq.CausalLM:
-    """An RNN of a width, embedding and head included."""
-    return dq.CausalLM(vocab_size, dq.ExplicitModel(Recurrent(kind, width)))
+    """An RNN of a width, with an embedding as large as torch's, without which it learns nothing."""
+    rnn = dq.ExplicitModel(Recurrent(kind, width))
+    return dq.CausalLM(vocab_size, rnn, embedding_std=1.0)

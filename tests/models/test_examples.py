@@ -8,7 +8,7 @@ from safetensors import safe_open
 
 import deqseq as dq
 from deqseq.models.examples import WEIGHTS
-from deqseq.tasks import WordProblem, generators, parse_group
+from deqseq.tasks import Balls, WordProblem, generators, parse_group
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -44,6 +44,17 @@ def test_a5_is_right_and_converges_at_four_times_its_training_length():
         output = lm(batch.inputs, sweep=sweep)
         assert torch.equal(output.logits.argmax(-1), batch.targets)
         assert output.converged.all()
+
+
+@torch.no_grad()
+def test_balls_are_found_after_eight_times_the_trained_swaps():
+    lm, task = dq.load_example("balls"), Balls()
+    stories = task.fixed(16, 96, seed=7)
+    output = lm(stories.inputs, sweep=dq.Sliding(8))
+    asked = stories.targets >= 0
+    right = (output.logits.argmax(-1) == stories.targets)[asked].double().mean()
+    assert right > 0.97
+    assert output.converged.double().mean() > 0.9
 
 
 @torch.no_grad()
