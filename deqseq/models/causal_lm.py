@@ -127,7 +127,7 @@ class CausalLM(nn.Module):
             targets: token ids, as in state tracking, ``(batch, length)``: the logits at ``t`` are
                 scored against the target at ``t``. In both, -100 and padding are left out of the
                 loss.
-            mask: bool, True at real tokens, ``(batch, length)``; padding may be on either side of a
+            mask: bool, True at real tokens, ``(batch, length)``; padding may be anywhere in a
                 row. Default: no padding.
             cache: the ``cache`` of the :class:`CausalLMOutput` for the tokens before. Default:
                 ``input_ids`` begin the sequence.
@@ -193,7 +193,7 @@ class CausalLM(nn.Module):
                 solver of another library, no tolerance, or ``start="input"``. A choice is made
                 every ``stop.check_every`` iterations, with outer layers at least every 2.
             mask: bool, True at real tokens of the prompts, ``(batch, length)``, for prompts of
-                unequal length; padding may be on either side. Default: no padding.
+                unequal length; padding may be anywhere. Default: no padding.
             cache: of the tokens before the prompts, as a call of the model returned it. Default:
                 the prompts begin the sequence.
             temperature: logits are divided by it; at 0 the most probable token is taken.

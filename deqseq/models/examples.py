@@ -53,8 +53,8 @@ def load_example(name: str) -> Any:
       of A5, the smallest group that is not solvable; says after each factor which of the 60
       elements the product is. Right at every token of 64, at 98 % of those of 256. Its inputs are
       those of ``WordProblem(group, generators(group, 2))`` in :mod:`deqseq.tasks`.
-    - ``"balls"``: one Mamba2 block, trained on stories of up to 12 swaps of balls in cups; says where
-      a ball is. Its words are those of :class:`deqseq.tasks.Balls`. Of stories of 96 swaps it
+    - ``"balls"``: one Mamba2 block, trained on stories of up to 12 swaps of balls; says in which
+      cup one is. Its words are those of :class:`deqseq.tasks.Balls`. Of stories of 96 swaps it
       answers 98 % of the last questions.
     - ``"text"``: one Mamba2 block that predicts the next character of Shakespeare's plays; 2.36
       bits per character on three plays that it was not trained on. Its ids are the bytes of ASCII

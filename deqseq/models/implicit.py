@@ -171,9 +171,8 @@ class ImplicitModel(BackboneModel):
 
         Args:
             x: embedded tokens, ``(batch, length, d_model)``.
-            mask: bool, True at real tokens, ``(batch, length)``. Padding may be on either side of a
-                row; it leaves the row as it is alone, and is zero in the result. Default: no
-                padding.
+            mask: bool, True at real tokens, ``(batch, length)``. Padding may be anywhere in a row;
+                it leaves the row as it is alone, and is zero in the result. Default: no padding.
             cache: the ``cache`` of the :class:`ModelOutput` for the tokens before. Default: there
                 are none.
             return_cache: whether to return the cache after these tokens, as the solve found it. It

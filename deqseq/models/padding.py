@@ -1,4 +1,4 @@
-"""Rows of unequal length: padding on either side is moved behind the real tokens."""
+"""Rows of unequal length: padding, wherever it is, is moved behind the real tokens."""
 
 from dataclasses import dataclass, replace
 
@@ -15,7 +15,7 @@ from deqseq.types import Mask, Sequence
 class Padding:
     """Where the real tokens of each row are moved; without padding, nowhere.
 
-    A causal model computes a row as if it were alone when its padding comes last; so left padding
+    A causal model computes a row as if it were alone when its padding comes last; so other padding
     is moved there, and the result is moved back. A window shared by all rows then begins at the
     first real token of each.
     """
@@ -65,18 +65,15 @@ def _moved(x: Tensor, order: Tensor) -> Tensor:
 
 
 def check_mask(mask: Tensor, tokens: Tensor) -> None:
-    """Raise an error unless the mask marks one run of real tokens per row."""
+    """Raise an error unless the mask marks a real token in every row."""
     check_type("mask", mask, Tensor)
     if mask.dtype != torch.bool or mask.shape != tokens.shape[:2] or mask.device != tokens.device:
         raise ValueError(
             f"mask must be bool of shape {tuple(tokens.shape[:2])} on {tokens.device}, True at "
             f"real tokens, got {mask.dtype} {tuple(mask.shape)} on {mask.device}"
         )
-    runs = mask[:, 0].long() + (mask[:, 1:] & ~mask[:, :-1]).sum(dim=1)
-    bad_rows = (runs != 1).nonzero()[:, 0].tolist()
-    if bad_rows:
-        row = bad_rows[0]
+    empty = mask.logical_not().all(dim=1).nonzero()[:, 0].tolist()
+    if empty:
         raise ValueError(
-            "mask must mark one run of real tokens per row, with padding on the left or on the "
-            f"right, got {runs[row].item()} runs in row {row}"
+            f"mask must be True at a real token of every row, got none in row {empty[0]}"
         )

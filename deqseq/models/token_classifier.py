@@ -103,8 +103,8 @@ class TokenClassifier(nn.Module):
             input_ids: ``(batch, length)``.
             targets: classes, ``(batch, length)``; -100 (a cell that is given, say) and padding are
                 left out of the loss.
-            mask: bool, True at real tokens, ``(batch, length)``; padding may be on either side of a
-                row. Default: no padding.
+            mask: bool, True at real tokens, ``(batch, length)``; padding may be anywhere in a row.
+                Default: no padding.
             callback: called at every check of the residual, as in :meth:`ImplicitModel.forward`.
             throw: whether rows that spent their budget or diverged raise an error.
             solve: replaces the model's :class:`SolveConfig` for this call.

@@ -80,14 +80,21 @@ class ImplicitCache(TransformersCache):
                 "tokens are not supported"
             )
         mask = attention_mask != 0
+        complete, odd = torch.stack([mask.all(), (attention_mask != mask).any()]).tolist()
+        if odd:
+            raise ValueError(
+                "attention_mask must have 1 at tokens and 0 at padding, got other numbers: packed "
+                "sequences are told by position_ids that begin again at 0"
+            )
         committed = mask[:, : self.length]
         expected = torch.ones_like(committed) if self.mask is None else self.mask
         if not torch.equal(committed, expected.to(mask.device)):
             raise ValueError(
                 "attention_mask must mark the same padding among the tokens of the cache as when "
-                "they were computed"
+                "they were computed (what generate made behind the end of a row counts as tokens): "
+                "leave the cache out, or crop it"
             )
-        return None if bool(mask.all()) else mask
+        return None if complete else mask
 
     @property
     def batch_size(self) -> int:
@@ -291,15 +298,15 @@ class Packing:
     ) -> "Packing | None":
         """From the positions of the tokens, and which are real; None if each row is one sequence.
 
-        A sequence begins at a position of 0 and after padding. ValueError: its positions do not
-        count from 0.
+        A sequence begins at a position of 0, and a row with one; after padding inside it a sequence
+        goes on. ValueError: its positions do not count from 0.
         """
         if position_ids is None or position_ids.shape not in (shape, (1, shape[1])):
             return None
         positions = position_ids.expand(shape)
         real = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask
-        at_edge = F.pad(~real[:, :-1], (1, 0), value=True)  # after padding, or first in its row
-        begins = real & ((positions == 0) | at_edge)
+        first = real & (real.cumsum(dim=1) == 1)
+        begins = first | (real & (positions == 0))
         if int(begins.sum(dim=1).max()) < 2:
             return None
         lengths = (begins[real].cumsum(0) - 1).bincount()

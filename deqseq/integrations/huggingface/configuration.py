@@ -93,7 +93,7 @@ class DeqseqConfig(PreTrainedConfig):
             tools read. They follow from the backbones, and another value is an error; None where
             there is none, as heads in a Mamba2.
         max_position_embeddings: the length that the model was trained for; tools ask for it, the
-            model does not.
+            model does not. Default: not known.
         use_cache: whether a call in eval mode returns a cache.
         pad_token_id, bos_token_id, eos_token_id: the tokens that pad, begin and end a sequence.
         deqseq_version: the version that wrote the file; an older deqseq refuses to read it.
@@ -143,7 +143,7 @@ class DeqseqConfig(PreTrainedConfig):
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
-    max_position_embeddings: int = 2048
+    max_position_embeddings: int | None = None
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None

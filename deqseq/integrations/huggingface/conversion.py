@@ -20,6 +20,7 @@ from deqseq.models.specification import INJECTIONS, Name, specification_of
 from deqseq.solvers import Naive
 from deqseq.stop import Stop
 
+TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 TRAIN = SolveConfig(Naive(), Stop.exactly(8), Unrolled(last=4))
 """8 iterations from zero, of which the last 4 are differentiated, to begin fine-tuning."""
 EVAL = SolveConfig(Naive(), Stop(rtol=1e-3, max_steps=32))
@@ -30,7 +31,8 @@ EVAL = SolveConfig(Naive(), Stop(rtol=1e-3, max_steps=32))
 def from_causal_lm(lm: CausalLM, **fields: Any) -> DeqseqForCausalLM:
     """A model of transformers that computes the same; weights are shared, not copied.
 
-    ``config.solve`` of the result is also how ``lm`` is solved from now on.
+    ``config.solve`` of the result is also how ``lm`` is solved from now on. Layers of a decoder
+    bring its generation configuration, but for ``cache_implementation``.
 
     Args:
         lm: of Mamba2 and Llama backbones, or of the layers of a transformers decoder, as from
@@ -49,19 +51,18 @@ def from_causal_lm(lm: CausalLM, **fields: Any) -> DeqseqForCausalLM:
         >>> model.config.hidden_size, model.config.eos_token_id
         (16, 0)
     """
-    modules = lm.model.modules()
-    configs = [module.config for module in modules if isinstance(module, DecoderBackbone)]
-    if any(config is not configs[0] for config in configs):
+    decoders = [module for module in lm.model.modules() if isinstance(module, DecoderBackbone)]
+    if any(decoder.config is not decoders[0].config for decoder in decoders):
         raise ValueError(
             "prelude, core and coda must be layers of one decoder, as those of retrofit(model, ...)"
         )
     inherited: dict[str, Any] = {"initializer_range": 0.02}
-    if configs:
-        names = ("initializer_range", "pad_token_id", "bos_token_id", "eos_token_id")
-        declared = configs[0].to_dict()
+    if decoders:
+        names = ("initializer_range", "max_position_embeddings", *TOKENS)
+        declared = decoders[0].config.to_dict()
         inherited |= {name: declared[name] for name in names if name in declared}
-        inherited["decoder_config"] = copy.deepcopy(configs[0])
-    fields = inherited | fields
+        inherited["decoder_config"] = copy.deepcopy(decoders[0].config)
+    chosen, fields = fields, inherited | fields
     spec = specification_of(lm, fields.pop("initializer_range"))
     config = DeqseqConfig.from_specification(spec, **fields)
     with torch.device("meta"):  # its own weights would be drawn for nothing
@@ -76,6 +77,12 @@ def from_causal_lm(lm: CausalLM, **fields: Any) -> DeqseqForCausalLM:
     if lm.head is not None:
         model.lm_head = lm.head
     model.tie_weights()
+    generation = decoders[0].generation_config if decoders else None
+    if generation is not None:
+        model.generation_config = copy.deepcopy(generation)
+        model.generation_config.cache_implementation = None
+        for name in chosen.keys() & set(TOKENS):
+            setattr(model.generation_config, name, chosen[name])
     return model.train(lm.training)
 
 

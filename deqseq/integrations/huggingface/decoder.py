@@ -78,6 +78,7 @@ class DecoderBackbone(Backbone[LlamaCache]):
         super().__init__()
         decoder: Any = model.base_model
         config = self.config = decoder.config
+        self.generation_config = getattr(model, "generation_config", None)
         if config.model_type not in FAMILIES:
             raise ValueError(
                 f"model must be of one of the families {', '.join(sorted(FAMILIES))}, got a "

@@ -261,7 +261,7 @@ class DeqseqModel(DeqseqPreTrainedModel):
 
         Args:
             input_ids: ``(batch, length)``.
-            attention_mask: 0 at padding, on either side of a row, ``(batch, committed + length)``,
+            attention_mask: 0 at padding, anywhere in a row, ``(batch, committed + length)``,
                 where committed counts the tokens of the cache. Default: no padding.
             position_ids: the model's own, ``(batch, length)``: real tokens counted from 0. Where
                 they begin again a sequence begins, which is solved on its own, without a cache and

@@ -71,6 +71,7 @@ class TestSpecifications:
         config = from_causal_lm(lm, initializer_range=0.5, max_position_embeddings=77).config
         assert config.initializer_range == 0.5
         assert config.max_position_embeddings == 77
+        assert from_causal_lm(lm).config.max_position_embeddings is None
         for one in (lm, to_causal_lm(made("decoder"))):
             with pytest.raises(ValueError, match="leave out hidden_size, solve, vocab_size"):
                 from_causal_lm(one, vocab_size=20, hidden_size=9, solve={"stop": {"max_steps": 8}})

@@ -9,7 +9,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import deqseq as dq
-from deqseq.integrations.huggingface import DecoderBackbone, from_decoder
+from deqseq.integrations.huggingface import (
+    DecoderBackbone,
+    DeqseqForCausalLM,
+    from_causal_lm,
+    from_decoder,
+)
 from deqseq.integrations.huggingface.decoder import FAMILIES
 from deqseq.testing import BackboneContract
 
@@ -203,6 +208,25 @@ class TestLayers:
         expected = lm(IDS).logits
         nn.init.zeros_(theirs.model.norm.weight)
         assert torch.equal(twin(IDS).logits, expected)
+
+
+@SOME
+def test_a_converted_decoder_stops_and_samples_as_its_own_configuration_says(family, tmp_path):
+    theirs = made(family)
+    theirs.generation_config.eos_token_id = [2, 24]
+    theirs.generation_config.repetition_penalty = 1.3
+    ours = from_causal_lm(from_decoder(theirs))
+    assert ours.config.max_position_embeddings == 64
+    ours.save_pretrained(tmp_path)
+    for model in (ours, DeqseqForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)):
+        expected = theirs.generate(IDS, max_new_tokens=20, do_sample=False)
+        assert torch.equal(model.generate(IDS, max_new_tokens=20, do_sample=False), expected)
+        assert model.generation_config.eos_token_id == [2, 24]
+        assert model.generation_config.cache_implementation is None
+    chosen = from_causal_lm(from_decoder(theirs), eos_token_id=5)
+    assert chosen.generation_config.eos_token_id == chosen.config.eos_token_id == 5
+    assert chosen.generation_config.repetition_penalty == 1.3
+    assert theirs.generation_config.eos_token_id == [2, 24]
 
 
 class Driven(dq.Backbone):
