@@ -14,11 +14,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from run_folder import check_numbers, flag
+from safetensors import SafetensorError, safe_open
 
 import deqseq as dq
 from deqseq.training import Curriculum, check_finite
 
 MAY_BE_EMPTY = ("baselines", "baseline_lrs", "test_others")
+ARCHIVES = ("optimizer.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl")
+"""Files of a checkpoint beside its weights."""
 CLIP = 0.25  # largest gradient norm
 SHOWN_EVERY, SAVED_EVERY = 20, 50  # steps
 
@@ -142,16 +145,33 @@ def train(
             print(f"{name}, {batches.progress:.0%}, {phase.name}: {shown}", flush=True)
         if batches.step % SAVED_EVERY == 0 or batches.progress == 1:
             config.iteration = batches.step  # the number in the checkpoint's name
-            accelerator.save_state()
+            try:
+                accelerator.save_state()
+            except (OSError, RuntimeError, SafetensorError) as error:
+                raise SystemExit(
+                    f"{name}: the checkpoint of step {batches.step} could not be written to "
+                    f"{folder} ({error}); is the disk full? Started again, the run goes on from "
+                    "the one before"
+                ) from error
 
 
 def resume(name: str, accelerator: Accelerator, batches: TrainingBatches, folder: Path) -> None:
-    """Load the newest checkpoint; one that lacks what is written last is removed."""
+    """Load the newest checkpoint; what was cut while it was written is removed."""
     found = [*(folder / "checkpoints").glob("checkpoint_[0-9]*")]
     for path in [*found]:
-        if not zipfile.is_zipfile(path / "custom_checkpoint_0.pkl"):
+        if not is_whole(path):
+            print(f"{name}: {path} was cut while it was written, and is removed")
             shutil.rmtree(path)
             found.remove(path)
     if found:
         accelerator.load_state(str(max(found, key=lambda path: int(path.name.rpartition("_")[2]))))
         print(f"{name}: going on from step {batches.step}")
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether all files of a checkpoint are there to their ends."""
+    try:
+        with safe_open(checkpoint / "model.safetensors", "torch"):
+            return all(zipfile.is_zipfile(checkpoint / name) for name in ARCHIVES)
+    except (OSError, SafetensorError):
+        return False

@@ -113,15 +113,37 @@ def test_a_run_goes_on_from_its_last_whole_checkpoint(tmp_path, monkeypatch, cap
     first = weights(tmp_path, 12)
     checkpoints = tmp_path / "implicit" / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["checkpoint_10", "checkpoint_12"]
-    last = checkpoints / "checkpoint_12" / "custom_checkpoint_0.pkl"
-    for content in (b"", last.read_bytes()[:-1]):  # killed while this was written
-        last.write_bytes(content)
+    last = checkpoints / "checkpoint_12"
+    for name in ("model.safetensors", "optimizer.bin", "custom_checkpoint_0.pkl"):
+        content = (last / name).read_bytes()
+        (last / name).unlink()  # the weights that were read are this file, mapped
+        (last / name).write_bytes(content[: -1 if name == "optimizer.bin" else len(content) // 2])
         resumed = run(tmp_path, options)
-        assert "implicit: going on from step 10" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert f"{last} was cut while it was written, and is removed" in said
+        assert "implicit: going on from step 10" in said
         torch.testing.assert_close(weights(tmp_path, 12), first, rtol=0, atol=0)
         for ours, theirs in zip(resumed, rows, strict=True):
             times = {name: ours[name] for name in ("seconds", "cpu_minutes")}
             assert ours == theirs | times
+
+
+def test_a_full_disk_is_named_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(training_loop, "SAVED_EVERY", 5)
+    options = f"{MAMBA2} --steps 12 --baselines"
+    save = training_loop.Accelerator.save_state
+
+    def full(accelerator):
+        if accelerator.project_configuration.iteration == 10:
+            raise RuntimeError("unexpected pos 192 vs 86")
+        save(accelerator)
+
+    monkeypatch.setattr(training_loop.Accelerator, "save_state", full)
+    with pytest.raises(SystemExit, match=r"step 10 could not be .* is the disk full\?"):
+        run(tmp_path, options)
+    monkeypatch.setattr(training_loop.Accelerator, "save_state", save)
+    run(tmp_path, options)
+    assert "implicit: going on from step 5" in capsys.readouterr().out
 
 
 def test_other_options_are_refused_and_leave_the_folder_alone(whole):
