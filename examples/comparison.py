@@ -157,10 +157,9 @@ def draw(path: Path, rows: Rows, budgets: Curves | None = None) -> None:
 def report(folder: Path, rows: Rows) -> None:
     """Write the numbers and print the table."""
     write_rows(folder, rows)
-    print(
-        f"\naccuracy (mean iterations); {rows[0]['steps']} steps at lengths up to "
-        f"{rows[0]['trained_to']}:\n"
-    )
+    steps = dict.fromkeys(f"{row['model']} {row['steps']}" for row in rows if "steps" in row)
+    length = rows[0]["trained_to"]
+    print(f"\naccuracy (mean iterations); lengths up to {length}; steps: {', '.join(steps)}\n")
     print(table(rows))
     fewer = {row["length"]: row["sequences"] for row in rows if row["sequences"] < 256}
     print(

@@ -233,11 +233,10 @@ def size(lm: nn.Module) -> int:
 
 def make_model(options: Recipe, vocab_size: int, kind: str | None) -> dq.CausalLM:
     """The implicit model, an explicit one of so many blocks, or an RNN of no more parameters."""
-    if options.backbone == "llama":
-        vocab_size += 1  # the start token
+    ours = vocab_size + (options.backbone == "llama")  # with the start token
     if kind in RNNS:
         with torch.device("meta"):
-            most = size(make_model(options, vocab_size, None))
+            most, vocab_size = size(make_model(options, vocab_size, None)), ours
             models = (make_rnn(kind, vocab_size, width) for width in itertools.count(8, 4))
             *_, last = itertools.takewhile(lambda lm: size(lm) <= most, models)
         torch.manual_seed(options.seed)
@@ -253,7 +252,7 @@ def make_model(options: Recipe, vocab_size: int, kind: str | None) -> dq.CausalL
             dq.Mamba2Config(d_state=options.d_state, headdim=options.headdim, **sizes)
         )
     return dq.CausalLM(
-        vocab_size, dq.ImplicitModel(backbone) if kind is None else dq.ExplicitModel(backbone)
+        ours, dq.ImplicitModel(backbone) if kind is None else dq.ExplicitModel(backbone)
     )
 
 

@@ -1,5 +1,6 @@
 """Tasks in words: balls that change places, and programs whose variables are to be tracked."""
 
+import itertools
 import random
 from abc import abstractmethod
 from collections.abc import Container, Iterable, Iterator
@@ -95,8 +96,8 @@ class Story(Task):
         words = text.split()
         unknown = sorted(set(words).difference(self.words))
         if unknown or not words:
-            got = " ".join(unknown) or "none"
-            raise ValueError(f"text must have words of: {' '.join(self.words)}; got {got}")
+            names, got = " ".join(self.words), " ".join(unknown) or "none"
+            raise ValueError(f"text must have these words, with blanks between: {names}; got {got}")
         return torch.tensor([self._ids[word] for word in words])
 
     @checked
@@ -104,8 +105,10 @@ class Story(Task):
         """The words of ``ids``, `(length,)`, int64, as text.
 
         Raises:
-            ValueError: an id that is none of a word.
+            ValueError: another shape, or an id that is none of a word.
         """
+        if ids.ndim != 1:
+            raise ValueError(f"ids must have shape (length,), got {tuple(ids.shape)}")
         check_ids("ids", ids[None], self.vocab_size)
         return " ".join(self.words[place] for place in ids.tolist())
 
@@ -120,11 +123,11 @@ class Story(Task):
         """
         check_ids("inputs", inputs, self.vocab_size)
         targets, hops = torch.full_like(inputs, -100), torch.full_like(inputs, -1)
+        names = self.words
         for row, ids in enumerate(inputs.tolist()):
-            words = [self.words[place] for place in ids]
+            words = [names[place] for place in ids]
             stops = [place for place, word in enumerate(words, 1) if word in self.ends]
-            starts = [0, *stops[:-1]]
-            told = self.follow(words[a:b] for a, b in zip(starts, stops, strict=True))
+            told = self.follow(words[a:b] for a, b in itertools.pairwise([0, *stops]))
             for stop, answer in zip(stops, told, strict=True):
                 if answer is not None:
                     targets[row, stop - 1] = self._ids[answer[0]]
@@ -149,8 +152,8 @@ class Balls(Story):
     """Balls in cups are swapped: where is each of them?
 
     A length is the number of swaps. Ball 1 begins in cup 1, ball 2 in cup 2, and so on. A hop is a
-    swap that an answer depends on: where a ball is says the last one that moved it, where its
-    partner was says the last one that had moved that, and so back to the beginning.
+    swap that an answer depends on: the last one that moved the ball, before it the last one that
+    moved the ball in whose place it came, and so on back to the beginning.
 
     Args:
         n: balls, 2 to 9.
@@ -205,7 +208,7 @@ class Balls(Story):
                     (there, before), (here, so_far) = found[b], found[a]
                     found[a], found[b] = (there, before + 1), (here, so_far + 1)
                 case _:
-                    raise _unknown(sentence, "swap 1 and 2 . or where is 1 ?")
+                    raise _unknown(sentence, "'swap 1 and 2 .', with two balls, or 'where is 1 ?'")
             yield None
 
 
@@ -215,13 +218,15 @@ WEIGHTS = (3, 2, 6, 6, 3)
 """How often each form is drawn."""
 
 
+@checked
 @dataclass(frozen=True)
 class Programs(Story):
     """Programs of three variables, whose values are numbers modulo 10.
 
-    A length is the number of assignments; as many values are printed, one of them at the end. A
-    variable is read after it has a value. A hop is an assignment that a value has passed through,
-    on the longest way; one that is repeated counts as often.
+    An assignment has a variable or a number on its right, or a sum of two; one may be repeated, 2
+    to 4 times in what is drawn. A variable is read after it has a value. A length is the number of
+    assignments; as many values are printed, one of them at the end. A hop is an assignment that a
+    value has passed through, on the longest way; a repeated one counts as often.
 
     Example:
         >>> task = Programs()
@@ -277,7 +282,8 @@ class Programs(Story):
                         values, hops = zip(*(found[term] for term in terms[::2]), strict=True)
                         found[name] = sum(values) % 10, max(hops) + 1
                 case _:
-                    raise _unknown(sentence, "x = 3 ; or x = y + 2 ; or print x ;")
+                    forms = "'x = 3 ;', 'x = y + 2 ;', 'repeat 2 : x = x + y ;' or 'print x ;'"
+                    raise _unknown(sentence, f"{forms}, where the variables read have values")
             yield None
 
 
@@ -287,5 +293,5 @@ def _is_sum(words: list[str], known: Container[str]) -> bool:
     return right and all(word in known for word in words[::2])
 
 
-def _unknown(sentence: list[str], known: str) -> ValueError:
-    return ValueError(f"inputs must have sentences such as {known} got {' '.join(sentence)!r}")
+def _unknown(sentence: list[str], forms: str) -> ValueError:
+    return ValueError(f"inputs must have sentences like {forms}; got '{' '.join(sentence)}'")

@@ -2,8 +2,8 @@
 parity|parity-unrolled|text|sudoku|balls``.
 
 The models of parity are trained as in tutorials/parity.md, the one of text as in
-benchmarks/skip_scale.py, those of Sudoku and balls by examples/puzzles.py and reasoning.py. A5 is kept from an earlier recipe:
-some of its rows do not settle at damping 0.8, which pages use.
+benchmarks/skip_scale.py, those of Sudoku and balls by examples/puzzles.py and reasoning.py. A5 is
+kept from an earlier recipe: some of its rows do not settle at damping 0.8, which pages use.
 """
 
 import sys

@@ -112,7 +112,7 @@ def test_answers_are_evenly_spread_after_many_swaps():
     ],
 )
 def test_sentences_that_cannot_be_followed_are_shown(task, text):
-    with pytest.raises(ValueError, match=r"inputs must have sentences such as .* got") as caught:
+    with pytest.raises(ValueError, match=r"inputs must have sentences like .* got") as caught:
         task.answers(task.encode(text)[None])
     assert text in str(caught.value)
 
@@ -120,9 +120,10 @@ def test_sentences_that_cannot_be_followed_are_shown(task, text):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Balls().encode("swap 1 with 9 ."), "text must have words of: .* got 9 with"),
-        (lambda: Balls().encode(" "), "text must have words of: .* got none"),
+        (lambda: Balls().encode("swap 1 with 9 ."), "text must have these words, .* got 9 with"),
+        (lambda: Balls().encode(" "), "text must have these words, .* got none"),
         (lambda: Balls().decode(torch.tensor([11])), "ids must lie in 0..10, got 11"),
+        (lambda: Balls().decode(torch.tensor([[1]])), r"ids must have shape \(length,\)"),
         (lambda: Balls().answers(torch.tensor([[-1]])), "inputs must lie in 0..10, got -1"),
         (lambda: Balls(n=1), "n must be an integer in 2..9, got 1"),
         (lambda: Balls(questions=0.0), "questions must be a number in"),
@@ -136,4 +137,5 @@ def test_bad_arguments_are_named(call, message):
 def test_what_follows_the_last_question_is_not_followed():
     task = Balls()
     ids = task.encode("where is 2 ? swap 1 and")  # cut in a sentence
+    assert (task.answers(ids[None, :3]).targets == -100).all()
     assert task.answers(ids[None]).targets[0].tolist()[3:] == [task.encode("2").item(), *3 * [-100]]
