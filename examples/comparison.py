@@ -48,8 +48,8 @@ def compare(
     """Train and evaluate the implicit model, then the baselines.
 
     Explicit models see its batches. An RNN has lessons of its own, which end when it has learned
-    them: its steps take less time, and it needs more of them.
-    Of a baseline's learning rates the rows have the one with the best mean accuracy in these tests.
+    them: its steps take less time, and it needs more of them. Of a baseline's learning rates the
+    rows have the one with the best mean accuracy in these tests.
     """
     kinds = itertools.product(options.baselines, options.baseline_lrs or (options.lr,))
     plan, models, best = None, [], dict[str, Rows]()

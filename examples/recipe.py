@@ -233,26 +233,27 @@ def size(lm: nn.Module) -> int:
 
 def make_model(options: Recipe, vocab_size: int, kind: str | None) -> dq.CausalLM:
     """The implicit model, an explicit one of so many blocks, or an RNN of no more parameters."""
-    ours = vocab_size + (options.backbone == "llama")  # with the start token
     if kind in RNNS:
         with torch.device("meta"):
-            most, vocab_size = size(make_model(options, vocab_size, None)), ours
-            models = (make_rnn(kind, vocab_size, width) for width in itertools.count(8, 4))
+            ours = make_model(options, vocab_size, None)
+            words, most = ours.embedding.num_embeddings, size(ours)
+            models = (make_rnn(kind, words, width) for width in itertools.count(8, 4))
             *_, last = itertools.takewhile(lambda lm: size(lm) <= most, models)
         torch.manual_seed(options.seed)
-        return make_rnn(kind, vocab_size, last.model.d_model)
+        return make_rnn(kind, words, last.model.d_model)
     torch.manual_seed(options.seed)
     sizes: dict[str, Any] = {"d_model": options.d_model, "n_layers": int(kind or options.layers)}
     sizes |= {"dropout": options.dropout, "injection": kind is None}
     sizes |= {"skip_scale": 1.0 if kind else options.skip_scale}
     if options.backbone == "llama":
+        vocab_size += 1  # the start token
         backbone = dq.Llama(dq.LlamaConfig(n_heads=4, mlp_width=2 * options.d_model, **sizes))
     else:
         backbone = dq.Mamba2(
             dq.Mamba2Config(d_state=options.d_state, headdim=options.headdim, **sizes)
         )
     return dq.CausalLM(
-        ours, dq.ImplicitModel(backbone) if kind is None else dq.ExplicitModel(backbone)
+        vocab_size, dq.ImplicitModel(backbone) if kind is None else dq.ExplicitModel(backbone)
     )
 
 

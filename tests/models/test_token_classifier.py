@@ -57,13 +57,19 @@ def test_the_loss_leaves_out_padding_and_ignored_targets():
 
 @pytest.mark.parametrize("grid", [False, True])
 def test_a_padded_row_is_the_row_alone(grid):
-    lm, tokens = classifier(both_ways(grid=grid, headdim=4)), ids(3, 9)
-    runs = ((0, 9), (0, 4), (8, 9))
-    mask = torch.tensor([[a <= t < b for t in range(9)] for a, b in runs])
+    lm, tokens = classifier(both_ways(grid=grid, headdim=4)), ids(4, 9)
+    rows = ([1] * 9, [1, 1, 1, 1, 0, 0, 0, 0, 0], [0] * 8 + [1], [0, 1, 1, 0, 0, 1, 0, 1, 0])
+    mask = torch.tensor(rows) > 0
     output = lm(tokens, mask=mask, throw=True)
-    for row, (a, b) in enumerate(runs):
-        alone = lm(tokens[row : row + 1, a:b], throw=True)
-        assert_close(output.logits[row : row + 1, a:b], alone.logits, rtol=1e-7, atol=1e-7)
+    for ids_of_row, real, logits in zip(tokens, mask, output.logits, strict=True):
+        alone = lm(ids_of_row[None, real], throw=True)
+        assert_close(logits[real], alone.logits[0], rtol=1e-7, atol=1e-7)
+
+
+def test_a_row_without_a_token_is_named():
+    mask = torch.tensor([[True] * 5, [False] * 5])
+    with pytest.raises(ValueError, match=r"mask must be True at a real token .* got none in row 1"):
+        classifier()(ids(2, 5), mask=mask)
 
 
 def test_every_token_sees_every_other():
