@@ -73,9 +73,9 @@ def fixed_point(
     check_type(f"what {type(chosen).__name__}.apply returns", solution, Solution)
     if throw:
         solution.raise_if_failed()
-    warn_failed(solution.status, stop)
+    warn_failed(solution.ends, stop)
     graphless = torch.is_grad_enabled() and not solution.value.requires_grad
-    if gradient is not None and graphless and not bool((solution.status == Status.DIVERGED).all()):
+    if gradient is not None and graphless and not (solution.ends == Status.DIVERGED).all():
         raise ValueError(
             f"gradient={gradient} finds nothing to differentiate: the value has no graph. f(z) "
             "must depend on a tensor "

@@ -9,6 +9,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
@@ -84,16 +85,15 @@ def warn_caller(message: str) -> None:
 EXPLAINED = "print(result.explain()) says why and what to do."
 
 
-def warn_failed(
-    status: Int64[Tensor, " batch"], stop: Stop, share: float = 0.5, advice: str = EXPLAINED
-) -> bool:
+def warn_failed(ends: np.ndarray, stop: Stop, share: float = 0.5, advice: str = EXPLAINED) -> bool:
     """Warn if more than this share of the rows failed, or all did, although they could converge;
-    whether it did.
+    whether it did. ``ends`` is :attr:`Solution.ends`.
     """
     if not stop.has_tolerance or torch.compiler.is_compiling():
         return False
-    ends = status.tolist()  # one transfer
-    spent, diverged = ends.count(Status.MAX_STEPS_REACHED), ends.count(Status.DIVERGED)
+    spent, diverged = (
+        int((ends == kind).sum()) for kind in (Status.MAX_STEPS_REACHED, Status.DIVERGED)
+    )
     failed, rows = spent + diverged, len(ends)
     if failed < rows and failed <= share * rows:
         return False
@@ -291,6 +291,7 @@ class Solution(Outcome):
             evaluation, ``(batch, *event)``. A gradient estimator may replace it.
         status: a :class:`Status` per row, ``(batch,)``.
         stats: the numbers of the solve.
+        ends: the ``status`` as an array of the host, which is there without a wait for the device.
         aux: with ``has_aux=True``, what the map returned beside ``f(z)`` at that evaluation. After
             an estimator that solves without a graph (every one but :class:`Unrolled`) it carries no
             gradient.
@@ -300,6 +301,7 @@ class Solution(Outcome):
     value: State
     status: Int64[Tensor, " batch"]  # pyright: ignore[reportIncompatibleVariableOverride]
     stats: SolveStats  # pyright: ignore[reportIncompatibleVariableOverride]
+    ends: np.ndarray = field(repr=False, compare=False)
     aux: Any = None
     call: Call | None = field(default=None, repr=False, compare=False)
 

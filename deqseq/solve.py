@@ -215,7 +215,7 @@ def solve(
         callback=callback,
     )
     solution = problem.solve()
-    warn_failed(solution.status, stop)
+    warn_failed(solution.ends, stop)
     return solution
 
 
@@ -296,9 +296,9 @@ def iterate_rows(problem: Problem) -> Solution:
             updates[rows] = evaluations
         if done:
             arrays = status, iterations, relative(numbers), updates
-            ends, steps, residual, work = (on_device(x, device) for x in arrays)
+            there, steps, residual, work = (on_device(x, device) for x in arrays)
             stats = SolveStats(steps, residual, evaluations + evaluations_alone, work)
-            return Solution(stored[0], ends, stats, stored[1])
+            return Solution(stored[0], there, stats, status, stored[1])
         proposal, memory = next_point(solver, z, fz, memory)
         if not answers_checked and args is not None:
             check_rows(f"the state of {type(solver).__name__}", memory, len(z))

@@ -263,7 +263,8 @@ class Swept:
         status, steps, residual, updates, forced = (on_device(x, self.device) for x in arrays)
         stats = SolveStats(steps, residual, self.evaluations, updates, forced)
         cache = self.cache if self.returns_cache else None
-        return Solution(self.values[:, : self.length].contiguous(), status, stats, cache)
+        value = self.values[:, : self.length].contiguous()
+        return Solution(value, status, stats, self.status, cache)
 
     def store(self, z: State, fz: State, proposal: State) -> None:
         """Write the windows back: final values of tokens that leave, next states of the others."""

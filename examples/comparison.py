@@ -45,15 +45,16 @@ def compare(
     evaluate: Callable[..., Iterator[dict]],
     folder: Path,
 ) -> tuple[Rows, dq.CausalLM]:
-    """Train and evaluate the implicit model, then the baselines.
+    """Train and evaluate the implicit model, then the baselines; the first model is returned.
 
     Explicit models see its batches. An RNN has lessons of its own, which end when it has learned
     them: its steps take less time, and it needs more of them. Of a baseline's learning rates the
     rows have the one with the best mean accuracy in these tests.
     """
-    kinds = itertools.product(options.baselines, options.baseline_lrs or (options.lr,))
+    kinds = [(None, options.lr)] if options.implicit else []
+    kinds += itertools.product(options.baselines, options.baseline_lrs or (options.lr,))
     plan, models, best = None, [], dict[str, Rows]()
-    for kind, lr in [(None, options.lr), *kinds]:
+    for kind, lr in kinds:
         label = "implicit" if kind is None else NAMES.get(kind, f"explicit {kind} blocks")
         name = label if kind is None or not options.baseline_lrs else f"{label} lr {lr:g}"
         lm = make_model(options, tasks[0].vocab_size, kind).to(options.device)

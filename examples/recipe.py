@@ -42,6 +42,7 @@ class Recipe(RunOptions):
     d_model: int = 64  # width
     d_state: int = 32  # mamba2: state size of each channel
     headdim: int = 32  # mamba2: channels per head
+    mlp_width: int = 0  # hidden width of a feed-forward layer in each block; llama: 2 d_model if 0
     layers: int = 1  # blocks of the implicit model
     skip_scale: float = 1.0  # of the residual path, in (0, 1]: below 1 solves take fewer iterations
     dropout: float = (
@@ -57,11 +58,12 @@ class Recipe(RunOptions):
     steps: int = 8000  # training steps at most
     lr: float = 3e-3  # peak learning rate
     start: float = 0.5  # standard deviation of the states at which solves begin, at the fixed point
+    implicit: bool = True  # whether the implicit model is trained, or its baselines alone
     baselines: tuple[str, ...] = ("4",)  # blocks of explicit models; lstm, gru: equal parameters
     baseline_lrs: tuple[float, ...] = ()  # theirs, of which the best is shown; default: --lr
     eval_lengths: tuple[int, ...] = (16, 32, 64, 128, 256)  # evaluation lengths
 
-    LEAST: ClassVar = {**RunOptions.LEAST, "generators": 0, "batch_tokens": 0}
+    LEAST: ClassVar = {**RunOptions.LEAST, "generators": 0, "batch_tokens": 0, "mlp_width": 0}
     INTERVALS: ClassVar = dict.fromkeys(SHARES, "[0, 1]") | {"skip_scale": "(0, 1]"}
     FREE: ClassVar = (
         *RunOptions.FREE,
@@ -245,9 +247,11 @@ def make_model(options: Recipe, vocab_size: int, kind: str | None) -> dq.CausalL
     sizes: dict[str, Any] = {"d_model": options.d_model, "n_layers": int(kind or options.layers)}
     sizes |= {"dropout": options.dropout, "injection": kind is None}
     sizes |= {"skip_scale": 1.0 if kind else options.skip_scale}
+    sizes |= {"mlp_width": options.mlp_width}
     if options.backbone == "llama":
         vocab_size += 1  # the start token
-        backbone = dq.Llama(dq.LlamaConfig(n_heads=4, mlp_width=2 * options.d_model, **sizes))
+        sizes["mlp_width"] = options.mlp_width or 2 * options.d_model
+        backbone = dq.Llama(dq.LlamaConfig(n_heads=4, **sizes))
     else:
         backbone = dq.Mamba2(
             dq.Mamba2Config(d_state=options.d_state, headdim=options.headdim, **sizes)

@@ -152,7 +152,8 @@ def main(arguments: Sequence[str]) -> None:
     folder = Path(options.output or f"runs/state_tracking_{options.group}_{options.seed}{suffix}")
     with claimed_folder("state_tracking.py", options, folder):
         rows, lm = compare(options, make_tasks(options)[0], last_token_accuracy, evaluate, folder)
-        draw(folder / "state_tracking.png", rows, accuracy_by_budget(lm, options))
+        budgets = accuracy_by_budget(lm, options) if options.implicit else None
+        draw(folder / "state_tracking.png", rows, budgets)
         report(folder, rows)
 
 

@@ -2,6 +2,7 @@
 
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ def solution(status, residual):
     residuals = torch.tensor(residual)
     steps = torch.full(residuals.shape, 12)
     stats = SolveStats(steps, residuals, 12, steps)
-    return Solution(torch.zeros(len(status), 2), torch.tensor(status), stats)
+    return Solution(torch.zeros(len(status), 2), torch.tensor(status), stats, np.array(status))
 
 
 CASES = {

@@ -125,10 +125,10 @@ class AttachedGradient(Gradient):
             ConvergenceWarning: every row has diverged, or one that cannot be left out: gradients
                 are then NaN.
         """
-        diverged = solution.status == Status.DIVERGED
-        if not bool(diverged.any()):
+        diverged, ends = solution.status == Status.DIVERGED, solution.ends == Status.DIVERGED
+        if not ends.any():
             return self._attached(problem.evaluate, solution.value)
-        all_diverged = bool(diverged.all())
+        all_diverged = ends.all()
         if problem.args is not None and not all_diverged:
             rows = (~diverged).nonzero()[:, 0]
             value = self._attached(problem.rows(rows).evaluate, solution.value[rows])

@@ -319,7 +319,7 @@ def generate(
         return record.generation(pad_token, None)
     if width > 1:  # one by one, the model warns
         advice = "print(model(input_ids).explain()) says why and what to do."
-        core.warn_once(torch.from_numpy(record.status), config.stop, advice)
+        core.warn_once(record.status, config.stop, advice)
     return record.generation(pad_token, 0 if in_prompt else decoder.evaluations)
 
 

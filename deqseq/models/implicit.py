@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -250,7 +251,7 @@ class ImplicitModel(BackboneModel):
         output = ModelOutput(solution.value, solution.aux, solution.stats, solution.status, call)
         if throw:
             return output.raise_if_failed()
-        self.warn_once(solution.status, config.stop)
+        self.warn_once(solution.ends, config.stop)
         return output
 
     @checked
@@ -340,8 +341,8 @@ class ImplicitModel(BackboneModel):
         finally:
             self._warned = warned
 
-    def warn_once(self, status: Tensor, stop: Stop, advice: str = EXPLAINED) -> None:
-        """Warn of the first solve in this mode whose ``status``, ``(batch,)``, is a failure.
+    def warn_once(self, ends: np.ndarray, stop: Stop, advice: str = EXPLAINED) -> None:
+        """Warn of the first solve in this mode whose rows failed; ``ends`` is their status.
 
         Most rows must have failed. The warning names the budget of ``stop``, and gives ``advice``.
 
@@ -351,7 +352,7 @@ class ImplicitModel(BackboneModel):
         # a phase of a fixed number of iterations reports its residual, and need not converge
         if training not in self._warned and not (training and stop.runs_to_the_end):
             advice += " (Later calls of this model in this mode do not warn.)"
-            if warn_failed(status, stop, share=1.0 if training else 0.5, advice=advice):
+            if warn_failed(ends, stop, share=1.0 if training else 0.5, advice=advice):
                 self._warned.append(training)
 
     def _requires_gradient(self, *tensors: Tensor | None) -> bool:

@@ -224,7 +224,9 @@ class Programs(Story):
     """Programs of three variables, whose values are numbers modulo 10.
 
     An assignment has a variable or a number on its right, or a sum of two; one may be repeated, 2
-    to 4 times in what is drawn. A variable is read after it has a value. A length is the number of
+    to 4 times in what is drawn. A variable is read after it has a value. Short programs have fewer
+    forms, for lessons to begin with: of two assignments numbers and variables, of three also sums
+    with a number, of four sums of variables, of five or more all. A length is the number of
     assignments; as many values are printed, one of them at the end. A hop is an assignment that a
     value has passed through, on the longest way; a repeated one counts as often.
 
@@ -249,14 +251,16 @@ class Programs(Story):
         return 0.1
 
     def tell(self, length: int, drawn: random.Random) -> list[str]:
-        """A number, then assignments of five forms and prints in a random order, and a print."""
+        """A number, then assignments and prints in a random order, and a print."""
         kinds = ["assign", "print"] * (length - 1)
         drawn.shuffle(kinds)
-        story, named = [], list[str]()
+        story, named, forms = [], list[str](), FORMS[:length]
         for kind in ("assign", *kinds, "print"):
             target, form = drawn.choice("xyz"), "t = 0 ;"
-            if named:
-                form = "print v ;" if kind == "print" else drawn.choices(FORMS, WEIGHTS)[0]
+            if kind == "print":
+                form = "print v ;"
+            elif named:
+                form = drawn.choices(forms, WEIGHTS[: len(forms)])[0]
             choices = {"t": target, "v": named, "0": DIGITS, "n": "234"}
             story.append(" ".join(drawn.choice(choices.get(c, [c])) for c in form.split()))
             named += [target] * (kind == "assign" and target not in named)
