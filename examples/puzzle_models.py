@@ -1,10 +1,11 @@
 """The models of puzzles.py: a fixed point of one state, or of two, and an ordinary Transformer."""
 
+import math
 from typing import Any
 
 import torch
 from puzzle_tasks import Maze, Sudoku
-from torch import Tensor
+from torch import Tensor, nn
 
 import deqseq as dq
 
@@ -13,6 +14,41 @@ SOLVERS |= {"adaptive": dq.Adaptive(), "anderson": dq.Anderson()}
 GRADIENTS = {"phantom": dq.Phantom(4, damping=0.8), "one_step": dq.OneStep()}
 GRADIENTS |= {"implicit": dq.Implicit(), "unrolled": dq.Unrolled()}
 SUPERVISIONS, CYCLES, THOUGHTS = 4, 2, 3  # of trm: updates of a batch, and in each of them
+
+
+class Local(dq.Backbone[Any]):
+    """Blocks in which a cell of a square sees its eight neighbours: a convolution, then an MLP."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.d_model, self.causal = width, False
+        self.layers = nn.ModuleList(map(self._block, [width] * layers))
+
+    def _block(self, width: int) -> nn.ModuleDict:
+        up, down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        return nn.ModuleDict(
+            {
+                "look": nn.Conv2d(width, width, 3, padding=1, groups=width),
+                "seen": nn.RMSNorm(width),
+                "think": nn.Sequential(up, nn.SiLU(), down),
+                "thought": nn.RMSNorm(width),
+            }
+        )
+
+    def prepare(self, x: Tensor, cache: Any = None, mask: Tensor | None = None) -> Tensor:
+        """The input itself, which is added to the state elsewhere."""
+        return x
+
+    def forward(
+        self, z: Tensor, inputs: Tensor, cache: Any = None, *, need_aux: bool = False
+    ) -> tuple[Tensor, None]:
+        """One iteration of all cells, ``(batch, cells, width)``."""
+        side = math.isqrt(z.shape[1])
+        for block in self.layers:
+            look, seen, think, thought = block.values()
+            z = seen(z + look(z.mT.unflatten(2, (side, side))).flatten(2).mT)
+            z = thought(z + think(z))
+        return z, None
 
 
 class TwoStates(dq.Backbone[Any]):
@@ -26,7 +62,7 @@ class TwoStates(dq.Backbone[Any]):
         2510.04871.
     """
 
-    def __init__(self, net: dq.Llama, thoughts: int) -> None:
+    def __init__(self, net: dq.Backbone[Any], thoughts: int) -> None:
         super().__init__()
         self.net, self.thoughts, self.d_model, self.causal = net, thoughts, net.d_model, False
 
@@ -71,7 +107,9 @@ def make_layers(options: Any) -> dq.LlamaConfig:
 def make_model(options: Any, task: Sudoku | Maze) -> dq.TokenClassifier:
     """The model of a run, with fresh weights."""
     torch.manual_seed(options.seed)
-    layers = dq.Llama(make_layers(options))
+    layers: dq.Backbone[Any] = dq.Llama(make_layers(options))
+    if options.mixer == "convolution":
+        layers = Local(options.width, options.layers)
     evaluated = dq.SolveConfig(SOLVERS[options.solver], dq.Stop(rtol=0.01, max_steps=64))
     if options.model == "explicit":
         model = dq.ExplicitModel(layers)

@@ -8,7 +8,7 @@ it again: it goes on from its last checkpoint.
     python examples/puzzles.py                                       # Sudoku, 6 x 6: 6 minutes
     python examples/puzzles.py --quick                               # seconds: does it run?
     python examples/puzzles.py --puzzle sudoku9 --givens 36 --width 128 --minutes 60
-    python examples/puzzles.py --puzzle maze --test-others 15 21
+    python examples/puzzles.py --puzzle maze --mixer convolution --test-others 15 21
     python examples/puzzles.py --model trm --solver naive --gradient one_step
 """
 
@@ -50,6 +50,7 @@ class Options(RunOptions):
     hints: float = 0.0  # Sudoku: share of a batch in which more digits are given
     csv: str = ""  # Sudoku: a file of puzzles and solutions; default: own ones
     model: Literal["deq", "trm", "explicit"] = "deq"  # which recurrence
+    mixer: Literal["attention", "convolution"] = "attention"  # how cells see others
     width: int = 96  # of the states
     layers: int = 1  # blocks, each with its own weights
     solver: Literal["naive", "relaxed", "adaptive", "anderson"] = "adaptive"  # of all solves
@@ -223,11 +224,9 @@ def main(arguments: Sequence[str]) -> None:
         run = Run(options, task, folder / "checkpoint.pt")
         run.train(Puzzles(*(part[:number] for part in every)))
         lm: Any = run.mean.module.eval()
-        about = vars(options) | {
-            "updates": run.step,
-            "cpu_minutes": round(run.seconds / 60, 2),
-            "parameters": sum(parameter.numel() for parameter in lm.parameters()),
-        }
+        size = sum(parameter.numel() for parameter in lm.parameters())
+        about = vars(options) | {"updates": run.step, "parameters": size}
+        about["cpu_minutes"] = round(run.seconds / 60, 2)
         held_out = Puzzles(*(part[number:] for part in every))
         rows, maze = [], options.puzzle == "maze"
         for other in (0, *options.test_others):

@@ -2,15 +2,19 @@
 
 from deqseq.diagnostics.duality import DualityReport, SweepReport, check_duality
 from deqseq.diagnostics.explain import Explanation, explain
+from deqseq.diagnostics.extrapolation import Depth, ExtrapolationReport, extrapolation
 from deqseq.diagnostics.spectral import SpectralRadius, model_spectral_radius, spectral_radius
 
 __all__ = [
+    "Depth",
     "DualityReport",
     "Explanation",
+    "ExtrapolationReport",
     "SpectralRadius",
     "SweepReport",
     "check_duality",
     "explain",
+    "extrapolation",
     "model_spectral_radius",
     "spectral_radius",
 ]
