@@ -52,8 +52,8 @@ def take(tree: T, rows: RowIndex) -> T:
             got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
             raise TypeError(f"rows must be positions in an int64 tensor, got {got}")
         return cast(T, tree.index_select(0, rows))
-    own = _take_rows(tree)
-    return own(rows) if own is not None else _mapped(lambda part: take(part, rows), tree)
+    method = _take_rows(tree)
+    return method(rows) if method is not None else _mapped(lambda part: take(part, rows), tree)
 
 
 def put(tree: T, rows: RowIndex, other: T) -> T:
@@ -78,7 +78,7 @@ def tensors_of(tree: Any) -> tuple[Tensor, ...]:
 
 
 def has_numbers(tree: Any) -> bool:
-    """Whether a record has numbers that are no tensors."""
+    """Whether a record has numbers outside of tensors."""
     return isinstance(tree, Number) or any(has_numbers(part) for part in _parts(tree))
 
 
@@ -191,7 +191,7 @@ def _mapped(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
         made = replace(tree, **{one.name: new[one.name] for one in fields(tree) if one.init})
         for one in fields(tree):
             if not one.init:
-                object.__setattr__(made, one.name, new[one.name])  # of a frozen one, too
+                object.__setattr__(made, one.name, new[one.name])  # a frozen one, too
         return made
     if isinstance(tree, dict):
         made = copy.copy(tree)  # a defaultdict keeps its default

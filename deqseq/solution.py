@@ -138,7 +138,7 @@ def worst_token(numbers: Shaped[Tensor, "batch *tokens"]) -> Shaped[Tensor, " ba
     return numbers if numbers.ndim == 1 else numbers.amax(dim=1)
 
 
-Self = TypeVar("Self", bound="Outcome")  # beartype knows typing.Self in decorated classes alone
+Self = TypeVar("Self", bound="Outcome")  # beartype knows typing.Self only in decorated classes
 SOLVE = "the fixed-point solve"
 
 

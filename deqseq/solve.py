@@ -137,12 +137,12 @@ class Problem(Call):
 
 
 def _check_sweep(problem: Problem) -> None:
-    """Refuse a map without tokens, and a solver that cannot begin afresh in a window."""
+    """Refuse a map without tokens, and a solver that cannot begin anew in a window."""
     check_type("args", problem.args, TokenArgs)
     assert problem.sweep is not None
     if problem.solver.owns_loop and problem.sweep.window > 1:
         raise ValueError(
-            f"{problem.solver} solves a block on its own, and cannot begin afresh in a window of "
+            f"{problem.solver} solves a block on its own, and cannot begin anew in a window of "
             f"{problem.sweep.window} blocks: take Simultaneous(), Chunked(size) or Sequential()"
         )
     problem.args.check_sweep(problem.z0.shape[1])
@@ -258,20 +258,20 @@ def iterate_rows(problem: Problem) -> Solution:
     while True:
         fz, aux = evaluated(z)
         rows, last = window.rows, evaluations >= budget
-        due = last or evaluations % stop.check_every == 0
-        if due or (numbers is None and stop.has_tolerance):
+        checks = last or evaluations % stop.check_every == 0
+        if checks or (numbers is None and stop.has_tolerance):
             measured = on_host(window.measure(z, fz, tokens))
             passed, sound = window.judge(measured, torch.finfo(z.dtype).eps)
             numbers = measured[:2] if numbers is None else numbers
             numbers[:, rows] = measured[:2]
-            if due:
+            if checks:
                 row_passed, row_sound = passed.all(axis=1), sound.all(axis=1)
                 ended = running[rows] & (last | row_passed | ~row_sound)
                 status[rows[ended & row_passed]] = Status.CONVERGED
                 status[rows[ended & ~row_sound]] = Status.DIVERGED
                 iterations[rows[ended]] = evaluations
                 running[rows[ended]] = False
-            if due and problem.callback is not None:
+            if checks and problem.callback is not None:
                 residual = on_device(relative(numbers), device)
                 active = int(running.sum())
                 problem.callback(Progress(evaluations, stop.max_steps, active, residual))

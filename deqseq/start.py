@@ -60,9 +60,8 @@ class RandomStart:
         numbers = torch.empty(
             like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device="cpu"
         )
-        share = math.erf(
-            3 / math.sqrt(2)
-        )  # of a normal distribution, within three standard deviations
+        # the share of a normal distribution within three standard deviations
+        share = math.erf(3 / math.sqrt(2))
         normal = numbers.uniform_(-share, share, generator=random).erfinv() * math.sqrt(2)
         return (normal.clamp(-3, 3) * self.std).to(like)
 

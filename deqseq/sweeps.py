@@ -34,7 +34,7 @@ class Sweep:
     """
 
     block: int | None = None
-    """Tokens that end together; None: all of them."""
+    """Tokens that end together; None: those of the whole row."""
     window: int = 1
     """Blocks that are iterated at once."""
 

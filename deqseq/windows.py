@@ -49,7 +49,7 @@ class Window:
         self.first_size = np.zeros((rows, width), dtype=np.float32)
         self.passed = np.zeros((rows, width), dtype=bool)  # in the row's last measurement
         self.before: Pair | None = None
-        # of each token, where it was and whether it is fresh, if some moved since the last step
+        # where each token was and whether it is fresh, if some moved since the last step
         self.moved: Tensor | None = None
 
     def measure(
@@ -202,25 +202,25 @@ class Swept:
         """Decide how many tokens leave each window; whether the residual was measured."""
         window, rows, every = self.window, self.window.rows, self.stop.check_every
         left, age = self.lengths[rows] - self.first[rows], self.evaluations - window.moved_at
-        late, new = age >= self.budget, window.fresh[:, -1]
-        due = (left > 0) & (late | (age % every == 0))
+        at_budget, new = age >= self.budget, window.fresh[:, -1]
+        checks = (left > 0) & (at_budget | (age % every == 0))
         self.leaving = np.zeros_like(left)
-        if not (due | new).any():
+        if not (checks | new).any():
             return False
-        numbers = on_host(window.measure(z, fz, self.block, due | new))
+        numbers = on_host(window.measure(z, fz, self.block, checks | new))
         self.numbers[:, *self.at] = numbers[:2]
-        passed, sound = window.judge(numbers, torch.finfo(z.dtype).eps, due | new)
-        if not due.any():
+        passed, sound = window.judge(numbers, torch.finfo(z.dtype).eps, checks | new)
+        if not checks.any():
             return False
         sound = sound.all(axis=1)
         blocks = passed.reshape(len(rows), -1, self.block).all(axis=2)
         passing = np.logical_and.accumulate(blocks, axis=1).sum(axis=1) * self.block
         passing, inside = np.minimum(passing, left), np.minimum(left, window.width)
-        moves = due & sound
-        self.diverged, self.spent = due & ~sound, moves & late & (passing == 0)
+        moves = checks & sound
+        self.diverged, self.spent = checks & ~sound, moves & at_budget & (passing == 0)
         if every == 1 and window.width > 1 and self.evaluations % MOVES_EVERY:
             whole = (passing == inside) & (new | (inside == left))
-            moves = moves & (late | whole)
+            moves = moves & (at_budget | whole)
         self.leaving = np.where(moves, passing, 0)
         self.leaving = np.where(self.spent, np.minimum(left, self.block), self.leaving)
         # The whole window of a row that diverged is committed. Its cache then shows that it is not
@@ -231,7 +231,7 @@ class Swept:
         return True
 
     def move(self, z: State, fz: State, aux: Any, proposal: State) -> Tensor | None:
-        """Store and commit what leaves, and move on; which rows stay in the batch (None: all)."""
+        """Store and commit what leaves, and move on; the rows that stay in the batch (None: each)."""
         window, rows = self.window, self.window.rows
         self.store(z, fz, proposal)
         self.commit(aux)

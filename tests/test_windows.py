@@ -356,7 +356,7 @@ def test_a_token_that_diverges_in_a_decoding_window_begins_again_at_zero():
 
 @dataclass(frozen=True)
 class Restarting(dq.Solver[torch.Tensor]):
-    """Notes which rows begin afresh."""
+    """Notes which rows begin anew."""
 
     rows: list
 

@@ -37,9 +37,9 @@ class Implicit(AttachedGradient):
     \theta}.
 
     Memory is that of one evaluation; each adjoint step costs one backward pass through the map.
-    There is no second derivative (differentiate :class:`Unrolled` for that). A map that is compiled
+    It has no second derivative (differentiate :class:`Unrolled` for that). A map that is compiled
     with ``torch.compile`` needs ``torch._functorch.config.donated_buffer = False``, because its
-    graph is walked more than once. Under autocast the tolerance is no finer than the precision of
+    graph is walked more than once. Under autocast the tolerance is not below the precision of
     the lower dtype.
 
     Args:

@@ -93,11 +93,11 @@ class Adaptive(Solver[AdaptiveMemory]):
         residual = fz - z
         square, product = _products(residual, residual), _products(state.residual, residual)
         fall, least = state.square - product, FLAT * state.square
-        positive, due = fall.maximum(least), state.age >= PATIENCE
+        positive, is_old = fall.maximum(least), state.age >= PATIENCE
         # the step that would have made the last residual shortest
         shortest = state.damping * positive / (fall + square - product).maximum(least)
         limit, level, age = state.limit, state.level, state.age + 1
-        if not z.is_cpu or bool(due.any()):  # on a GPU reading it would wait for the device
+        if not z.is_cpu or bool(is_old.any()):  # on a GPU reading it would wait for the device
             # where the residual has grown along the last one, no step would have
             shorter = torch.where(fall > 0, shortest, 1).clamp(FLAT, 1)
             fallen = shorter.log().mean(dim=1, keepdim=True).exp().minimum(limit)
@@ -106,9 +106,9 @@ class Adaptive(Solver[AdaptiveMemory]):
             moved = torch.where(progress[..., 0], limit * RISE, fallen).clamp_min(LOWEST)
             # longer steps would keep a state that drifts from settling in all but the drift
             moved = moved.minimum(torch.where(progress[..., 1], HIGHEST, 1.0))
-            limit = torch.where(due, moved, limit)
-            level = torch.where(due[..., None], new_level, level)
-            age = torch.where(due, 1, age)
+            limit = torch.where(is_old, moved, limit)
+            level = torch.where(is_old[..., None], new_level, level)
+            age = torch.where(is_old, 1, age)
         damping = (state.damping * state.square / positive).minimum(shortest.clamp_min(1))
         damping = damping.minimum(limit)
         weight = damping.to(z.dtype).reshape(z.shape if z.ndim == 1 else (*z.shape[:-1], 1))

@@ -84,7 +84,7 @@ class Solver(ABC, Generic[S]):
         """
 
     def restart(self, state: S, z: State, rows: RowIndex) -> S:
-        """The memory ``state``, in which some ``rows``, ``(rows,)``, begin afresh: those whose
+        """The memory ``state``, in which some ``rows``, ``(rows,)``, begin anew: those whose
         window has moved.
 
         Write your own if the first step changes shapes or numbers in the memory; ``z`` is the next
@@ -92,20 +92,20 @@ class Solver(ABC, Generic[S]):
 
         Raises:
             NotImplementedError: the memory has another shape than before the first step.
-            TypeError: it has numbers, of which no row can begin afresh.
+            TypeError: it has numbers, of which no row can begin anew.
         """
         if has_numbers(state):
             raise TypeError(
                 f"the memory of {type(self).__name__} must be tensors with a row for each row of "
                 "z, got a number: some "
-                "rows begin afresh, as in a sliding window"
+                "rows begin anew, as in a sliding window"
             )
         new = self.init(z[rows])
         if [x.shape[1:] for x in tensors_of(state)] != [x.shape[1:] for x in tensors_of(new)]:
             raise NotImplementedError(
                 f"the memory of {type(self).__name__} has another shape than before its first "
                 "step, so some rows "
-                "cannot begin afresh, as in a sliding window: write restart(state, z, rows)"
+                "cannot begin anew, as in a sliding window: write restart(state, z, rows)"
             )
         return put(state, rows, new)
 

@@ -19,7 +19,7 @@ class BroydenMemory(NamedTuple):
     """The last evaluation, and the low-rank part of the inverse Jacobian.
 
     That is ``scale_i left_i right_i^T`` per past step; the first ``pairs`` places are filled. Rows
-    are flattened, in float32 at least. Once some rows have begun afresh without the others,
+    are flattened, in float32 at least. Once some rows have begun anew without the others,
     ``ages`` counts the pairs of each row, and new ones replace the oldest.
     """
 
@@ -43,7 +43,7 @@ class Broyden(Solver[BroydenMemory | None]):
 
     with the last step :math:`s` and the change :math:`y` of :math:`g` along it. It finds fixed
     points at which plain iteration diverges. When the memory is full the low-rank part is dropped
-    and the method starts afresh.
+    and the method starts anew.
 
     Args:
         memory: pairs :math:`(u_i, v_i)` that are kept, at least 1; each costs two states.
