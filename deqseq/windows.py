@@ -231,7 +231,7 @@ class Swept:
         return True
 
     def move(self, z: State, fz: State, aux: Any, proposal: State) -> Tensor | None:
-        """Store and commit what leaves, and move on; the rows that stay in the batch (None: each)."""
+        """Store and commit what leaves, and move on; which rows stay in the batch (None: each)."""
         window, rows = self.window, self.window.rows
         self.store(z, fz, proposal)
         self.commit(aux)
