@@ -169,8 +169,8 @@ def with_weights(module: M) -> M:
 
     These are the weights of :func:`apply_weight_norm`, and whatever ``torch.nn.utils.parametrize``
     computes; with a graph, if gradients are enabled. Parametrised layers, and modules that contain
-    them, are copied; parameters, buffers and all other modules are shared. Hooks are called with the
-    original modules.
+    them, are copied; parameters, buffers and all other modules are shared. Hooks are called with
+    the original modules.
 
     Args:
         module: stays as it is.

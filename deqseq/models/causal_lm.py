@@ -21,7 +21,7 @@ from deqseq.arguments import (
 )
 from deqseq.backbones.base import Cache, check_narrow
 from deqseq.config import SolveConfig, SolveFields
-from deqseq.models.base import Model, refuse_setting
+from deqseq.models.base import Model, check_loaded, refuse_setting
 from deqseq.models.eval_mode import eval_mode
 from deqseq.models.generation import generate, up_to_stop
 from deqseq.models.implicit import ImplicitModel
@@ -146,7 +146,7 @@ class CausalLM(nn.Module):
                 to score.
             TypeError: an option that the model does not take.
         """
-        check_tokens("input_ids", input_ids, self.embedding)
+        self._check_tokens(input_ids)
         answers = self._answers(input_ids, labels, targets, mask)
         x = F.dropout(self.embed(input_ids), self.embedding_dropout, self.training)
         options: dict[str, Any] = {"callback": callback, "throw": throw, "solve": solve, **fields}
@@ -227,7 +227,7 @@ class CausalLM(nn.Module):
             torch.Size([1, 5])
         """
         stops = tuple(stop_tokens) if isinstance(stop_tokens, Iterable) else (stop_tokens,)
-        check_tokens("input_ids", input_ids, self.embedding)
+        self._check_tokens(input_ids)
         for token in stops:
             check_integer("stop_tokens", token, 0, self.embedding.num_embeddings - 1)
         with eval_mode(self):
@@ -279,10 +279,14 @@ class CausalLM(nn.Module):
                 f"head.weight must have the dtype of the states, {states.dtype}, got {weight.dtype}"
             )
         if self.head is not None and self.head.bias is not None:
-            raise ValueError(
-                "head must have no bias, which is not added, got one: make it with bias=False"
-            )
-        return capped(F.linear(states, weight), self.logit_softcap)
+            raise ValueError("head must have no bias, got one: make it with bias=False")
+        logits = F.linear(states, weight) if self.head is None else self.head(states)
+        return capped(logits, self.logit_softcap)
+
+    def _check_tokens(self, input_ids: Tensor) -> None:
+        check_tokens("input_ids", input_ids, self.embedding)
+        if self.head is None:
+            check_loaded(self.embedding, input_ids)
 
     def _answers(
         self, ids: Tensor, labels: Tensor | None, targets: Tensor | None, mask: Tensor | None
