@@ -27,13 +27,15 @@ from deqseq.models.generation import generate, up_to_stop
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import CausalLMOutput, Generation, NewTokens
 from deqseq.models.padding import check_mask
-from deqseq.models.recurrent_depth import solved_part
+from deqseq.models.recurrent_depth import check_adapters, solved_part
 from deqseq.models.sampler import Sampler, Seed
 from deqseq.step import Callback
 from deqseq.types import Mask, Sequence
 
 Tokens = Int64[Tensor, "batch length"]
 """Ids of tokens."""
+TRANSFORMERS = ("save_pretrained", "push_to_hub", "config", "generation_config")
+"""Attributes that users of transformers expect."""
 IGNORED = -100
 """The label or target of a token that is left out of the loss."""
 
@@ -86,6 +88,14 @@ class CausalLM(nn.Module):
         if self.head is not None:
             nn.init.normal_(self.head.weight, std=embedding_std)
 
+    def __getattr__(self, name: str) -> Any:
+        if name in TRANSFORMERS:
+            raise AttributeError(
+                f"a CausalLM has no {name}: a model of transformers has it, which "
+                "deqseq.integrations.huggingface.from_causal_lm(lm) makes of it"
+            )
+        return super().__getattr__(name)
+
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_setting(self, name)
         if name == "model" and isinstance(value, Model):
@@ -96,6 +106,8 @@ class CausalLM(nn.Module):
                 )
             if (core := solved_part(value)) is not None:
                 check_narrow("model", core.backbone)
+        if name == "peft_config":
+            check_adapters(self.model, value)
         if name in ("embedding", "head") and isinstance(value, nn.Module):
             check_type(f"the weight of CausalLM.{name}", getattr(value, "weight", None), Tensor)
         if name == "embedding":
@@ -183,7 +195,7 @@ class CausalLM(nn.Module):
         their inputs no longer change. So the result is that of generating one token after another,
         up to the tolerance, in fewer sequential evaluations of more tokens. Greedy generation
         equals the argmax of a full forward pass. Each row moves on independently. The model is in
-        eval mode during the call.
+        eval mode during the call, in all threads: generate with a copy while another thread trains.
 
         Args:
             input_ids: prompts, ``(batch, length)``.

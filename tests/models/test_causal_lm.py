@@ -108,6 +108,13 @@ def test_bad_calls_are_named(lm, arguments, error, message):
         lm(**{"input_ids": IDS} | arguments)
 
 
+@pytest.mark.parametrize("name", ["save_pretrained", "push_to_hub", "config"])
+def test_what_only_models_of_transformers_have_is_said(lm, name):
+    with pytest.raises(AttributeError, match=rf"no {name}.*huggingface\.from_causal_lm\(lm\)"):
+        getattr(lm, name)
+    assert not hasattr(lm, name)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("implicit", [True, False])
 @pytest.mark.parametrize("weight_norm", [True, False])
