@@ -2,7 +2,6 @@
 once.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -154,7 +153,7 @@ def solved_part(model: nn.Module) -> ImplicitModel | None:
     return part if isinstance(part, ImplicitModel) else None
 
 
-def check_adapters(model: nn.Module, adapters: Mapping[str, Any]) -> None:
+def check_adapters(model: nn.Module, adapters: Any) -> None:
     """Refuse adapters of PEFT that choose layers by number, which every part counts from 0.
 
     Args:

@@ -59,7 +59,7 @@ AutoModelForSequenceClassification.register(
 # by these names the Trainer shifts labels, and `transformers serve` knows language models
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[DeqseqConfig.model_type] = DeqseqForCausalLM.__name__
 if SolveLog not in DEFAULT_CALLBACKS:
-    DEFAULT_CALLBACKS.append(SolveLog)
+    DEFAULT_CALLBACKS.append(SolveLog)  # pyright: ignore[reportArgumentType]
 
 __all__ = [
     "CurriculumCallback",
