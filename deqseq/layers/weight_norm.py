@@ -2,6 +2,7 @@
 
 import math
 import sys
+from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -12,6 +13,8 @@ from deqseq.arguments import check_type, checked
 from deqseq.layers.causal_conv import CausalConv1d
 
 M = TypeVar("M", bound=nn.Module)
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Where a module of torch keeps what users register."""
 
 
 class WeightNorm(nn.Module):
@@ -44,7 +47,9 @@ class Normalised(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the layer computes with its weight."""
-        return _computed(self, {}).forward(*args, **kwargs)
+        layer = _computed(self, {})
+        # its attribute may be a wrapper of this method, as accelerate sets it
+        return type(layer).forward(layer, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return _refuse(name) if name == "weight" else super().__getattr__(name)
@@ -164,7 +169,8 @@ def with_weights(module: M) -> M:
 
     These are the weights of :func:`apply_weight_norm`, and whatever ``torch.nn.utils.parametrize``
     computes; with a graph, if gradients are enabled. Parametrised layers, and modules that contain
-    them, are copied; parameters, buffers, hooks and all other modules are shared.
+    them, are copied; parameters, buffers and all other modules are shared. Hooks are called with
+    the original modules.
 
     Args:
         module: stays as it is.
@@ -209,10 +215,25 @@ def _computed(module: Any, copies: dict[int, Any]) -> Any:
             parts[name] = None if part is None else _computed(part, copies)
         if changes or any(part is not module._modules[name] for name, part in parts.items()):
             copies[id(module)] = copy = object.__new__(kind)
-            copy.__dict__.update(module.__dict__, _modules=parts, **changes)
+            copy.__dict__.update(module.__dict__, _modules=parts, **_hooks(module), **changes)
         else:
             copies[id(module)] = module
     return copies[id(module)]
+
+
+def _hooks(module: nn.Module) -> dict[str, Any]:
+    """The hooks of a copy, which are called with the module itself."""
+    found: dict[str, Any] = {}
+    for name in HOOKS:
+        hooks = module.__dict__[name]
+        if hooks:
+            found[name] = {key: partial(_call, module, hooks, key) for key in hooks}
+    return found
+
+
+def _call(module: nn.Module, hooks: Any, key: int, copy: nn.Module, *values: Any) -> Any:
+    """Call a hook with the module instead of its copy, unless it was removed during the solve."""
+    return hooks[key](module, *values) if key in hooks else None
 
 
 def _refuse(name: str) -> NoReturn:

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deqseq.arguments import check_integer, check_type, checked
 from deqseq.backbones.base import Backbone, Cache, check_sequence
@@ -157,6 +157,16 @@ def refuse_setting(module: nn.Module, name: str) -> None:
         )
 
 
+def check_loaded(module: nn.Module, x: Tensor) -> None:
+    """Refuse weights that accelerate loads in the forward pass of their layer only."""
+    if not x.is_meta and any(weight.is_meta for weight in module.parameters()):
+        raise ValueError(
+            "weights of this model are offloaded (cpu_offload, disk_offload or device_map) or on "
+            f"meta, but all of them must be on {x.device}, where their input is: load the whole "
+            "model onto one device, as device_map={'': 0} does"
+        )
+
+
 def check_input(x: Sequence, backbone: Backbone[Any]) -> None:
     """Refuse embedded tokens of another width, dtype or device than a backbone can compute with."""
     check_sequence(x, backbone.d_model)
@@ -168,6 +178,6 @@ def check_input(x: Sequence, backbone: Backbone[Any]) -> None:
     devices = {parameter.device for parameter in parameters}
     if x.dtype not in dtypes and not torch.is_autocast_enabled(x.device.type):
         raise TypeError(f"x must have the dtype of the model, {first.dtype}, got {x.dtype}")
-    offloaded = torch.device("meta") in devices  # x is moved by its hooks
-    if x.device not in devices and not offloaded:
+    check_loaded(backbone, x)
+    if x.device not in devices:
         raise ValueError(f"x must be on the device of the model, {first.device}, got {x.device}")

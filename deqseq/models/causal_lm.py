@@ -21,19 +21,21 @@ from deqseq.arguments import (
 )
 from deqseq.backbones.base import Cache, check_narrow
 from deqseq.config import SolveConfig, SolveFields
-from deqseq.models.base import Model, refuse_setting
+from deqseq.models.base import Model, check_loaded, refuse_setting
 from deqseq.models.eval_mode import eval_mode
 from deqseq.models.generation import generate, up_to_stop
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import CausalLMOutput, Generation, NewTokens
 from deqseq.models.padding import check_mask
-from deqseq.models.recurrent_depth import solved_part
+from deqseq.models.recurrent_depth import check_adapters, solved_part
 from deqseq.models.sampler import Sampler, Seed
 from deqseq.step import Callback
 from deqseq.types import Mask, Sequence
 
 Tokens = Int64[Tensor, "batch length"]
 """Ids of tokens."""
+TRANSFORMERS = ("save_pretrained", "push_to_hub", "config", "generation_config")
+"""Attributes that users of transformers expect."""
 IGNORED = -100
 """The label or target of a token that is left out of the loss."""
 
@@ -86,6 +88,14 @@ class CausalLM(nn.Module):
         if self.head is not None:
             nn.init.normal_(self.head.weight, std=embedding_std)
 
+    def __getattr__(self, name: str) -> Any:
+        if name in TRANSFORMERS:
+            raise AttributeError(
+                f"a CausalLM has no {name}: a model of transformers has it, which "
+                "deqseq.integrations.huggingface.from_causal_lm(lm) makes of it"
+            )
+        return super().__getattr__(name)
+
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_setting(self, name)
         if name == "model" and isinstance(value, Model):
@@ -96,6 +106,8 @@ class CausalLM(nn.Module):
                 )
             if (core := solved_part(value)) is not None:
                 check_narrow("model", core.backbone)
+        if name == "peft_config":
+            check_adapters(self.model, value)
         if name in ("embedding", "head") and isinstance(value, nn.Module):
             check_type(f"the weight of CausalLM.{name}", getattr(value, "weight", None), Tensor)
         if name == "embedding":
@@ -146,7 +158,7 @@ class CausalLM(nn.Module):
                 to score.
             TypeError: an option that the model does not take.
         """
-        check_tokens("input_ids", input_ids, self.embedding)
+        self._check_tokens(input_ids)
         answers = self._answers(input_ids, labels, targets, mask)
         x = F.dropout(self.embed(input_ids), self.embedding_dropout, self.training)
         options: dict[str, Any] = {"callback": callback, "throw": throw, "solve": solve, **fields}
@@ -183,7 +195,7 @@ class CausalLM(nn.Module):
         their inputs no longer change. So the result is that of generating one token after another,
         up to the tolerance, in fewer sequential evaluations of more tokens. Greedy generation
         equals the argmax of a full forward pass. Each row moves on independently. The model is in
-        eval mode during the call.
+        eval mode during the call, in all threads: generate with a copy while another thread trains.
 
         Args:
             input_ids: prompts, ``(batch, length)``.
@@ -227,7 +239,7 @@ class CausalLM(nn.Module):
             torch.Size([1, 5])
         """
         stops = tuple(stop_tokens) if isinstance(stop_tokens, Iterable) else (stop_tokens,)
-        check_tokens("input_ids", input_ids, self.embedding)
+        self._check_tokens(input_ids)
         for token in stops:
             check_integer("stop_tokens", token, 0, self.embedding.num_embeddings - 1)
         with eval_mode(self):
@@ -279,10 +291,14 @@ class CausalLM(nn.Module):
                 f"head.weight must have the dtype of the states, {states.dtype}, got {weight.dtype}"
             )
         if self.head is not None and self.head.bias is not None:
-            raise ValueError(
-                "head must have no bias, which is not added, got one: make it with bias=False"
-            )
-        return capped(F.linear(states, weight), self.logit_softcap)
+            raise ValueError("head must have no bias, got one: make it with bias=False")
+        logits = F.linear(states, weight) if self.head is None else self.head(states)
+        return capped(logits, self.logit_softcap)
+
+    def _check_tokens(self, input_ids: Tensor) -> None:
+        check_tokens("input_ids", input_ids, self.embedding)
+        if self.head is None:
+            check_loaded(self.embedding, input_ids)
 
     def _answers(
         self, ids: Tensor, labels: Tensor | None, targets: Tensor | None, mask: Tensor | None

@@ -15,7 +15,9 @@ _lock = Lock()
 
 
 def eval_mode(model: nn.Module) -> AbstractContextManager[None]:
-    """Put a model in eval mode; when the last thread leaves, every part returns to its mode."""
+    """Put a model in eval mode, for all threads; when the last one leaves, every part returns to
+    its mode.
+    """
     return in_mode(model, training=False)
 
 

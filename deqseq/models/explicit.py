@@ -7,7 +7,7 @@ import torch
 from deqseq.arguments import AtLeast, checked
 from deqseq.backbones.base import Backbone, Cache, check_narrow
 from deqseq.layers import with_weights
-from deqseq.models.base import BackboneModel, Uncommitted, check_input
+from deqseq.models.base import BackboneModel, Uncommitted, check_input, check_loaded
 from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.models.padding import Padding
 from deqseq.start import Start
@@ -56,11 +56,12 @@ class ExplicitModel(BackboneModel):
 
         Raises:
             TypeError: an argument of the wrong type, or an option of a solve.
-            ValueError: a bad shape.
+            ValueError: a bad shape, or offloaded weights.
         """
         for name, value in options.items():
             if name not in UNSET or value is not UNSET[name]:
                 raise TypeError(f"an explicit model has nothing to solve: it takes no {name}")
+        check_loaded(self.backbone, x)
         check_input(x, self.backbone)
         if return_cache or cache is not None:
             check_commits(self.backbone)

@@ -14,7 +14,7 @@ from deqseq.arguments import AtLeast, check_type, checked
 from deqseq.backbones.base import Backbone, Cache
 from deqseq.config import SolveConfig, SolveFields, resolve
 from deqseq.layers import with_weights
-from deqseq.models.base import BackboneModel, Uncommitted, check_input
+from deqseq.models.base import BackboneModel, Uncommitted, check_input, check_loaded
 from deqseq.models.eval_mode import in_mode, same_randomness
 from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.models.padding import Padding
@@ -202,7 +202,7 @@ class ImplicitModel(BackboneModel):
             TypeError: an unknown keyword, or a value of the wrong type.
             NotImplementedError: a cache or another sweep than :class:`Simultaneous`, of a backbone
                 that is not causal or has no ``advance``.
-            ValueError: a bad shape; :class:`Unrolled` with another sweep than
+            ValueError: a bad shape; offloaded weights; :class:`Unrolled` with another sweep than
                 :class:`Simultaneous`; a solver of another library with a window.
         """
         start = fields.get("start")
@@ -211,6 +211,7 @@ class ImplicitModel(BackboneModel):
             del fields["start"]
         config = resolve(self.solve_config, solve, fields)
         swept = config.sweep.block is not None
+        check_loaded(self.backbone, x)
         self._check(x, states, return_cache or cache is not None or swept)
         padding, needs_grad = Padding.of(x, mask), self._requires_gradient(x, states)
         with torch.set_grad_enabled(needs_grad):

@@ -151,3 +151,22 @@ def solved_part(model: nn.Module) -> ImplicitModel | None:
     """
     part = model.core if isinstance(model, RecurrentDepth) else model
     return part if isinstance(part, ImplicitModel) else None
+
+
+def check_adapters(model: nn.Module, adapters: Any) -> None:
+    """Refuse adapters of PEFT that choose layers by number, which every part counts from 0.
+
+    Args:
+        model: the part of a language model between embedding and head.
+        adapters: PEFT's configurations by name, which it sets as ``peft_config`` of a model.
+    """
+    if not isinstance(model, RecurrentDepth):
+        return
+    for config in adapters.values():
+        numbers = getattr(config, "layers_to_transform", None)
+        if numbers is not None:
+            raise ValueError(
+                f"layers_to_transform must be left out, got {numbers}: prelude, core and coda each "
+                "count their layers from 0. Make the model again, and choose layers by their "
+                "names, as target_modules=r'.*core\\.backbone\\..*layers\\.0\\..*q_proj'"
+            )

@@ -7,15 +7,16 @@ import torch
 from torch import nn
 
 from deqseq.arguments import checked
+from deqseq.backbones import Backbone, Injection
 from deqseq.config import SolveFields, resolve
 from deqseq.gradients import Implicit, Unrolled
 from deqseq.layers.weight_norm import sharded_parts
-from deqseq.models import ExplicitModel, ImplicitModel
+from deqseq.models import CausalLM, ExplicitModel, ImplicitModel
 
 
 @checked
 def gather_once(model: nn.Module) -> None:
-    """Gather the sharded layers of implicit models once per solve; call this after ``fully_shard``.
+    """Gather the sharded blocks of implicit models once per solve; call this after ``fully_shard``.
 
     ``fully_shard`` gathers weights at every use, which is at every iteration, so processes that
     take unequal numbers of iterations would wait for each other forever. From now on every
@@ -24,14 +25,18 @@ def gather_once(model: nn.Module) -> None:
     so where it is asked for a cache, which is computed after the layers have been left. The models
     of :mod:`deqseq.integrations.huggingface` call it themselves.
 
+    Shard each block, and then the whole model: backbones, injections and tied embeddings are used
+    outside of their own forward pass, too, where ``fully_shard`` does not gather their weights.
+
     Args:
         model: has such models inside, or is one; ``reshard_after_forward`` of their parts is
             switched off.
 
     Raises:
-        ValueError: in a later call of the model, while gradients are enabled, if the backward pass
-            can take more steps in one process than in another: :class:`deqseq.Implicit`,
-            :class:`deqseq.Unrolled` that can end early.
+        ValueError: a backbone, an injection or a tied embedding is sharded by itself; or in a later
+            call of the model, while gradients are enabled, if the backward pass can take more steps
+            in one process than in another: :class:`deqseq.Implicit`, :class:`deqseq.Unrolled` that
+            can end early.
 
     References:
         Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023,
@@ -42,12 +47,31 @@ def gather_once(model: nn.Module) -> None:
         >>> lm = dq.CausalLM(10, dq.ImplicitModel(dq.Affine(16)))
         >>> gather_once(lm)  # after fully_shard(block) for the blocks, and fully_shard(lm)
     """
+    _check_parts(model)
     for part in model.modules():
         if isinstance(part, ImplicitModel | ExplicitModel) and sharded_parts(part.backbone):
             if _gather in part._forward_pre_hooks.values():
                 continue
             part.register_forward_pre_hook(_gather, with_kwargs=True)
             part.register_forward_hook(_reshard, with_kwargs=True, always_call=True)
+
+
+def _check_parts(model: nn.Module) -> None:
+    """Refuse sharded parts that are used outside of their own forward pass."""
+    used_outside: dict[str, nn.Module] = {}
+    for name, part in model.named_modules():
+        if isinstance(part, Backbone | Injection):
+            used_outside[name] = part
+        elif isinstance(part, CausalLM) and part.head is None:
+            used_outside[f"{name}.embedding".removeprefix(".")] = part.embedding
+    sharded = sharded_parts(model)
+    for name, part in used_outside.items():
+        if part in sharded:
+            raise ValueError(
+                f"{name} must not be sharded by itself, as it is used outside of its own forward "
+                "pass, too: call fully_shard for each of the blocks (backbone.layers) and for the "
+                "whole model only"
+            )
 
 
 def _gather(model: Any, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:

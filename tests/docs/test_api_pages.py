@@ -19,7 +19,7 @@ PAGES = [page.read_text() for page in sorted((ROOT / "docs" / "api").glob("*.md"
 LISTED = [name for page in PAGES for name in re.findall(r"^::: (\S+)$", page, flags=re.MULTILINE)]
 PACKAGE = griffe.load("deqseq", search_paths=[ROOT], docstring_parser="google")
 EXCEPTIONS = {  # faults that are none, as patterns, and why
-    r"\.(ImplicitCache|SolvedLM|CurriculumCallback)\.\w+: `": (
+    r"\.(ImplicitCache|SolvedLM|CurriculumCallback|SolveLog)\.\w+: `": (
         "another library calls these methods and documents them"
     ),
     r"\.Deqseq\w+\.(\w+_pretrained|from_dict|register_for_auto_class): `": "see transformers",

@@ -58,9 +58,9 @@ def only_shown(page):
     )  # it has a test of its own
 
 
-def run(page, folder, *launcher):
+def run(code, folder, *launcher):
     """What the copied code prints, run in an empty folder."""
-    (folder / "copied.py").write_text(copied(page))
+    (folder / "copied.py").write_text(code)
     variables = os.environ | {"MPLBACKEND": "agg"}
     variables.pop("PYTHONPATH", None)
     return output_of(*launcher, "copied.py", cwd=folder, env=variables)
@@ -68,15 +68,19 @@ def run(page, folder, *launcher):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if only_shown(page)])
 def test_what_a_reader_copies_runs(page, tmp_path):
-    run(page, tmp_path)
+    run(copied(page), tmp_path)
 
 
 @pytest.mark.slow
-def test_the_script_for_several_gpus_runs_in_two_processes(tmp_path):
-    page = DOCS / "guides" / "several_gpus.md"
-    launcher = "-m torch.distributed.run --standalone --nproc_per_node"
-    printed = run(page, tmp_path, *launcher.split(), "2")
+def test_the_scripts_for_several_gpus_run_in_two_processes(tmp_path):
+    page = (DOCS / "guides" / "several_gpus.md").read_text()
+    accelerated, by_hand = ("\n".join(lines) for _, lines in fences(page))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    printed = run(accelerated, tmp_path, *launcher)
     assert printed.count("step 120: loss 0.0") == 1  # only by the first process, of the mean
+    losses = re.findall(r"rank \d: loss (\S+)", run(by_hand, tmp_path, *launcher))
+    assert len(losses) == 2
+    assert max(map(float, losses)) < 1.5  # from the logarithm of 9
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if copied(page)])

@@ -200,6 +200,43 @@ def test_what_torch_parametrises_is_computed_once_too():
     assert "weight" in one.parametrizations, "only weight normalisation is folded"
 
 
+def test_hooks_meet_the_layer_itself_until_they_are_removed():
+    one = model()
+    block: Any = one.backbone.layers[0]
+    layers = (one.backbone, block, block.mixer.in_proj)
+    met = []
+
+    def meet(layer, *_):
+        met.append(layer)
+
+    handles = [part.register_forward_pre_hook(meet) for part in layers]
+    handles += [part.register_forward_hook(meet) for part in layers]
+    handles += [layers[-1].register_full_backward_hook(meet)]
+    one(X, gradient=dq.OneStep()).value.sum().backward()
+    assert met[-1] is layers[-1]
+    assert {id(layer) for layer in met} == {id(layer) for layer in layers}
+    for handle in handles:
+        handle.remove()
+
+    def remove(*_):
+        called.append(handle.remove())
+
+    called = []
+    handle = layers[-1].register_forward_hook(remove)
+    assert one(X).stats.iterations.min() > 1
+    assert len(called) == 1
+
+
+def test_a_wrapped_forward_is_called():
+    """As accelerate wraps it: as an attribute of the layer."""
+    part = layer()
+    x = torch.ones(1, 3)
+    expected = part(x)
+    inner = part.forward
+    part.forward = lambda x: 2 * inner(x)
+    torch.testing.assert_close(part(x), 2 * expected)
+
+
 def test_layers_that_read_the_weights_of_others_are_solved():
     class Encoder(dq.Affine):
         def __init__(self):

@@ -1,8 +1,11 @@
 """Language models: what the loss scores, what reaches the model, and which calls are refused."""
 
+import copy
+from functools import partial
+
 import pytest
 import torch
-from small_models import affine, contractive_mamba2, language_model
+from small_models import affine, contractive_llama, contractive_mamba2, language_model
 from torch import nn
 from torch.nn.functional import cross_entropy, dropout
 from torch.testing import assert_close
@@ -103,6 +106,38 @@ def test_an_explicit_model_has_no_statistics_and_takes_nothing_for_a_solve():
 def test_bad_calls_are_named(lm, arguments, error, message):
     with pytest.raises(error, match=message):
         lm(**{"input_ids": IDS} | arguments)
+
+
+@pytest.mark.parametrize("name", ["save_pretrained", "push_to_hub", "config"])
+def test_what_only_models_of_transformers_have_is_said(lm, name):
+    with pytest.raises(AttributeError, match=rf"no {name}.*huggingface\.from_causal_lm\(lm\)"):
+        getattr(lm, name)
+    assert not hasattr(lm, name)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("implicit", [True, False])
+@pytest.mark.parametrize("weight_norm", [True, False])
+def test_offloaded_weights_are_refused_but_for_a_head(implicit, weight_norm):
+    accelerate = pytest.importorskip("accelerate")
+    offload = partial(accelerate.cpu_offload, execution_device="cpu")
+    backbone = contractive_llama(weight_norm=weight_norm, injection=implicit)
+    core = dq.ImplicitModel(backbone) if implicit else dq.ExplicitModel(backbone)
+    untied = dq.CausalLM(11, core, tied=False).double().eval()
+    tied = dq.CausalLM(11, core).double().eval()
+    expected = untied(IDS).logits
+    copies = [copy.deepcopy(lm) for lm in (untied, untied, tied)]
+    offload(copies[0])
+    offload(copies[1].model.backbone.layers[-1])
+    offload(copies[2].embedding)
+    for lm in copies:
+        with pytest.raises(ValueError, match=r"offloaded .*load the whole model onto one device"):
+            lm(IDS)
+        with pytest.raises(ValueError, match=r"offloaded .*load the whole model onto one device"):
+            lm.generate(IDS, max_new_tokens=1)
+    offload(untied.head)
+    assert untied.head.weight.is_meta
+    assert torch.equal(untied(IDS).logits, expected)
 
 
 @pytest.mark.parametrize(

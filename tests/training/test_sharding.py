@@ -89,9 +89,29 @@ def test_a_backward_pass_of_unequal_length_is_refused(mesh):
     lm(IDS, solve=solve, start=torch.zeros_like(lm.embed(IDS)))
 
 
+@pytest.mark.parametrize(
+    "name", ["model.backbone", "model.backbone.backbone", "model.backbone.injection", "embedding"]
+)
+def test_parts_that_are_used_outside_of_their_forward_pass_are_refused(mesh, name):
+    backbone = dq.Injected(contractive_mamba2(injection=False), dq.ConcatInjection(8))
+    lm = dq.CausalLM(9, dq.ImplicitModel(backbone)).double()
+    fully_shard(lm.get_submodule(name), mesh=mesh)
+    with pytest.raises(ValueError, match=f"^{name} must not be sharded by itself.* the blocks"):
+        gather_once(fully_shard(lm, mesh=mesh))
+
+
+def test_a_head_that_is_not_tied_can_be_sharded(mesh):
+    lm = dq.CausalLM(9, dq.ImplicitModel(contractive_mamba2()), tied=False).double()
+    expected = lm(IDS).logits
+    for part in (lm.embedding, lm.head, *lm.model.backbone.layers, lm):
+        fully_shard(part, mesh=mesh)
+    gather_once(lm)
+    torch.testing.assert_close(lm(IDS).logits, expected)
+
+
 def test_what_is_registered_can_be_pickled(mesh):
-    model = dq.ImplicitModel(dq.Affine(4))
-    fully_shard(model.backbone, mesh=mesh)
+    model = dq.ImplicitModel(contractive_mamba2())
+    fully_shard(model.backbone.layers[0], mesh=mesh)
     gather_once(model)
     for hooks in (model._forward_pre_hooks, model._forward_hooks):
         assert len(hooks) == 1

@@ -1,4 +1,6 @@
-"""Implicit models as models of transformers; importing this registers the model type ``deqseq``."""
+"""Implicit models as models of transformers; importing this registers the model type ``deqseq``,
+and lets every Trainer log how its solves went.
+"""
 
 try:
     import transformers
@@ -23,6 +25,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer import DEFAULT_CALLBACKS
 
 from deqseq.integrations.huggingface.cache import ImplicitCache, Solve
 from deqseq.integrations.huggingface.configuration import DeqseqConfig
@@ -43,6 +46,7 @@ from deqseq.integrations.huggingface.modeling_causal_lm import (
     DeqseqForCausalLM,
     ImplicitCausalLMOutput,
 )
+from deqseq.integrations.huggingface.solve_log import SolveLog
 from deqseq.integrations.huggingface.windowed_generation import WindowedOutput
 
 # otherwise transformers needs trust_remote_code=True and the module that a saved model names
@@ -54,6 +58,8 @@ AutoModelForSequenceClassification.register(
 )
 # by these names the Trainer shifts labels, and `transformers serve` knows language models
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[DeqseqConfig.model_type] = DeqseqForCausalLM.__name__
+if SolveLog not in DEFAULT_CALLBACKS:
+    DEFAULT_CALLBACKS.append(SolveLog)  # pyright: ignore[reportArgumentType]
 
 __all__ = [
     "CurriculumCallback",
@@ -66,6 +72,7 @@ __all__ = [
     "ImplicitCausalLMOutput",
     "ImplicitModelOutput",
     "Solve",
+    "SolveLog",
     "WindowedOutput",
     "from_causal_lm",
     "from_decoder",

@@ -178,7 +178,8 @@ def retrofit(
             iterations.
 
     Returns:
-        The model, whose ``model`` is a :class:`deqseq.RecurrentDepth`.
+        The model, whose ``model`` is a :class:`deqseq.RecurrentDepth`. For transformers' Trainer,
+        ``save_pretrained`` and ``push_to_hub``, pass it to :func:`from_causal_lm`.
 
     Raises:
         TypeError: an argument of the wrong type.

@@ -255,18 +255,12 @@ def _dropouts(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, float]:
 
 
 def watch(core: Model) -> None:
-    """Refuse at each call offloaded layers and adapters with dropout: values would be wrong."""
-    if _check_layers not in core._forward_pre_hooks.values():
-        core.register_forward_pre_hook(_check_layers)
+    """Refuse in each call adapters with dropout: values would be wrong."""
+    if _check_dropout not in core._forward_pre_hooks.values():
+        core.register_forward_pre_hook(_check_dropout)
 
 
-def _check_layers(core: Model, *_: Any) -> None:
-    if any(weight.is_meta for weight in core.parameters()):  # accelerate loads them too late
-        raise ValueError(
-            "the layers of this model are offloaded (cpu_offload, disk_offload or device_map), "
-            "but every iteration of a solve needs all of them: load the whole model onto one "
-            "device, as device_map={'': 0} does"
-        )
+def _check_dropout(core: Model, *_: Any) -> None:
     solved = solved_part(core)
     if solved is None or not solved.training:
         return

@@ -32,7 +32,7 @@ from deqseq.integrations.huggingface.decoder import DecoderBackbone, choose_atte
 from deqseq.layers import fold_weight_norm
 from deqseq.models import ImplicitModel
 from deqseq.models.causal_lm import scaled
-from deqseq.models.recurrent_depth import solved_part
+from deqseq.models.recurrent_depth import check_adapters, solved_part
 from deqseq.models.specification import parts_of
 from deqseq.solution import Outcome, SolveStats
 from deqseq.training import gather_once
@@ -77,6 +77,12 @@ class DeqseqPreTrainedModel(PreTrainedModel):
     def __init__(self, config: DeqseqConfig) -> None:
         check_type("config", config, DeqseqConfig)
         super().__init__(config)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "peft_config":
+            base: Any = self.base_model
+            check_adapters(base.core, value)
+        super().__setattr__(name, value)
 
     @classmethod
     def from_pretrained(

@@ -179,7 +179,7 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, TheirGeneration):
         generation_config: GenerationConfig | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As in transformers, in eval mode, with two more keywords.
+        """As in transformers, in eval mode (in all threads), with two more keywords.
 
         They can also be fields of the generation configuration.
 

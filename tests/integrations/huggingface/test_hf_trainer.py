@@ -112,6 +112,36 @@ def test_generation_after_training_is_in_eval_mode(tmp_path):
     assert model.training
 
 
+def test_the_log_has_the_iterations_and_the_share_of_rows_that_converged(tmp_path):
+    model = one_block("mamba2", solve={"stop": dq.Stop(rtol=1e-2, max_steps=6)})
+    witness = Witness(model)
+    converged = []
+
+    def watch(model, _, output):
+        if model.training:
+            converged.extend(output.converged.tolist())
+
+    model.register_forward_hook(watch)
+    options = {"max_steps": 4, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+    run = trainer(model, tmp_path, **options)
+    run.train()
+    logged = [entry for entry in run.state.log_history if "iterations" in entry]
+    assert logged == [entry for entry in run.state.log_history if "loss" in entry]
+    for entry, first in zip(logged, (0, 8), strict=True):
+        steps = [number for row in witness.steps[first : first + 8] for number in row if number]
+        assert entry["iterations"] == pytest.approx(sum(steps) / len(steps))
+        assert entry["converged"] == sum(converged[first : first + 8]) / 8
+    assert 0 < sum(converged) < 16
+    assert not model.model._forward_hooks
+
+
+def test_the_log_of_an_explicit_model_has_neither(tmp_path):
+    run = trainer(one_block("explicit"), tmp_path, max_steps=1)
+    run.train()
+    assert len(losses(run)) == 1
+    assert not any("iterations" in entry for entry in run.state.log_history)
+
+
 def test_a_model_of_another_class_is_told_how_to_become_one_of_transformers(tmp_path):
     with pytest.raises(TypeError, match=r"huggingface\.from_causal_lm\(model\)"):
         trainer(to_causal_lm(one_block("llama")), tmp_path).train()

@@ -186,6 +186,22 @@ def test_an_adapter_with_dropout_is_refused_in_training(kind, target):
 
 
 @OF_PEFT
+@pytest.mark.parametrize("convert", [to_causal_lm, lambda model: model])
+def test_an_adapter_that_counts_layers_is_refused_where_each_part_counts_its_own(convert):
+    peft = pytest.importorskip("peft")
+    numbered = peft.LoraConfig(target_modules=["q_proj"], layers_to_transform=[1])
+    with pytest.raises(ValueError, match="layers_to_transform must be left out, got"):
+        peft.get_peft_model(convert(made("decoder")), numbered)
+    named = peft.LoraConfig(target_modules=r".*core\.backbone\..*layers\.0\..*q_proj")
+    adapted = peft.get_peft_model(convert(made("decoder")), named)
+    trained = [name for name, weight in adapted.named_parameters() if weight.requires_grad]
+    assert len(trained) == 2
+    assert all("core.backbone.backbone.layers.0." in name for name in trained)
+    assert adapted(IDS).converged.all()
+    peft.get_peft_model(convert(made("llama")), numbered)  # it has one part
+
+
+@OF_PEFT
 def test_an_injection_is_trained_with_an_adapter(tmp_path):
     peft = pytest.importorskip("peft")
     fresh = DeqseqForCausalLM(configured("decoder", solve={"stop": dq.Stop.exactly(3)}))
