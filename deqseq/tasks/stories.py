@@ -214,7 +214,7 @@ class Balls(Story):
 
 DIGITS = "0123456789"
 FORMS = ("t = 0 ;", "t = v ;", "t = v + 0 ;", "t = v + v ;", "repeat n : t = v + v ;")
-WEIGHTS = (3, 2, 6, 6, 3)
+WEIGHTS = (2, 1, 3, 8, 6)
 """How often each form is drawn."""
 
 
