@@ -7,7 +7,7 @@ from dataclasses import replace
 import puzzles
 import pytest
 import torch
-from puzzle_models import TwoStates
+from puzzle_models import Local, TwoStates
 from puzzle_tasks import Maze, Sudoku, renamed
 from puzzles import read_options
 
@@ -263,3 +263,21 @@ def test_two_cycles_are_those_of_the_public_code_of_trm():
     for state, expected in zip(value.chunk(2, dim=2), (ANSWER, THOUGHT), strict=True):
         recorded = torch.tensor([float(text) for text in expected.split()], dtype=torch.float64)
         torch.testing.assert_close(state[:, ::3, ::5].flatten(), recorded, rtol=0, atol=1e-9)
+
+
+def test_a_convolution_shows_a_cell_its_eight_neighbours():
+    torch.manual_seed(0)
+    net, states = Local(8, layers=1).double(), torch.randn(1, 25, 8, dtype=torch.float64)
+    changed = states.clone()
+    changed[0, 6] += 1  # line 1, column 1
+    values = [net(z, net.prepare(z))[0] for z in (states, changed)]
+    moved = (values[0] - values[1]).norm(dim=2) > 1e-9
+    assert moved[0].nonzero()[:, 0].tolist() == [0, 1, 2, 5, 6, 7, 10, 11, 12]
+
+
+def test_mazes_are_looked_at_by_a_convolution(tmp_path):
+    arguments = "--puzzle maze --side 7 --mixer convolution --model trm --solver naive"
+    puzzles.main([*arguments.split(), *TINY.split()[4:], "--output", str(tmp_path)])
+    rows = json.loads((tmp_path / "results.json").read_text())
+    assert {row["mixer"] for row in rows} == {"convolution"}
+    assert rows[0]["parameters"] < 4000

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import reasoning
+import recipe
 import torch
 
 TINY = (
@@ -37,6 +38,18 @@ def test_it_writes_numbers_and_a_figure_and_prints_tables(options, tmp_path, cap
     assert "| hops, from | " in printed
     assert (tmp_path / "LSTM-lr-0.01" / "checkpoints").is_dir()
     assert (tmp_path / "reasoning.png").stat().st_size > 10_000
+
+
+def test_baselines_alone(tmp_path):
+    reasoning.main(f"{TINY} --no-implicit --mlp-width 8 --output {tmp_path}".split())
+    rows = json.loads((tmp_path / "results.json").read_text())
+    assert {row["model"] for row in rows} == {"explicit 1 block", "LSTM"}
+    assert not (tmp_path / "implicit").exists()
+    options = reasoning.read_options(TINY.split())
+    wide = reasoning.read_options(f"{TINY} --mlp-width 8".split())
+    sizes = [recipe.size(recipe.make_model(each, 9, "1")) for each in (options, wide)]
+    maps, lengths, norm = 3 * 16 * 8, 8 + 8 + 16, 16  # two maps up, one down, and weight norm
+    assert sizes[1] - sizes[0] == maps + lengths + norm
 
 
 def test_answers_are_counted_by_hops():
