@@ -68,9 +68,10 @@ def check_mask(mask: Tensor, tokens: Tensor) -> None:
     """Raise an error unless the mask marks a real token in every row."""
     check_type("mask", mask, Tensor)
     if mask.dtype != torch.bool or mask.shape != tokens.shape[:2] or mask.device != tokens.device:
+        remedy = "" if mask.dtype == torch.bool else ": write mask.bool()"
         raise ValueError(
             f"mask must be bool of shape {tuple(tokens.shape[:2])} on {tokens.device}, True at "
-            f"real tokens, got {mask.dtype} {tuple(mask.shape)} on {mask.device}"
+            f"real tokens, got {mask.dtype} {tuple(mask.shape)} on {mask.device}{remedy}"
         )
     empty = mask.logical_not().all(dim=1).nonzero()[:, 0].tolist()
     if empty:
