@@ -9,7 +9,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from fractions import Fraction
 from itertools import chain, repeat
 from numbers import Integral, Real
@@ -64,7 +64,7 @@ def require(name: str, value: object, wanted: Sequence[Wanted], example: str = "
     such = f", such as {example}" if example else ""
     remedy = "".join(each.remedy(value) for each in wanted)
     error = ValueError if right_type else TypeError
-    raise error(f"{name} must be {' or '.join(expected)}{such}, got {_shown(value)}{remedy}")
+    raise error(f"{name} must be {' or '.join(expected)}{such}, got {shown(value)}{remedy}")
 
 
 @dataclass(frozen=True)
@@ -148,19 +148,6 @@ class Within(Wanted):
         return low < value < high or is_low or is_high
 
 
-class Bounds(Wanted):
-    """Two ordered numbers from 0 on; the second may be infinite."""
-
-    kind = (tuple, list)
-
-    def __str__(self) -> str:
-        return "two ordered bounds, such as (0.0, 0.1)"
-
-    def in_range(self, value: Any) -> bool:
-        numbers = all(Within("[0, inf]").is_kind(bound) for bound in value)
-        return numbers and len(value) == 2 and 0 <= value[0] <= value[1]
-
-
 @dataclass(frozen=True)
 class Choice(Wanted):
     """One of some values; the type of each counts."""
@@ -205,11 +192,6 @@ PositiveInt = Annotated[int, AtLeast(1)]
 PositiveFloat = Annotated[float, Within("(0, inf)")]
 Probability = Annotated[float, Within("[0, 1)")]
 
-check_flag = Instance(bool)
-check_bounds = Bounds()
-
-StepBounds = Annotated[tuple[float, float], check_bounds]
-
 
 def check_type(name: str, value: object, wanted: Any, example: str = "") -> None:
     """Refuse an argument that is not an object of a class, or of one of a tuple of classes."""
@@ -238,6 +220,11 @@ def check_callable(name: str, value: object, arguments: int) -> None:
     Function(arguments)(name, value)
 
 
+def check_argument(function: Any, name: str, value: object) -> None:
+    """Refuse what a :func:`checked` function would not take as this argument."""
+    require(f"{_owner(function)}{name}", value, _arguments(function)[2][name])
+
+
 def check_known(what: str, name: object, known: Collection[str]) -> None:
     """Refuse a name, such as that of an option, that is not known, with a ValueError."""
     if name not in list(known):
@@ -249,7 +236,7 @@ def check_known(what: str, name: object, known: Collection[str]) -> None:
 def check_like(name: str, value: object, like: Tensor, what: str) -> None:
     """Refuse what ``name`` returned unless it is a tensor as ``like`` is."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"what {name} returns must be a Tensor like {what}, got {_shown(value)}")
+        raise TypeError(f"what {name} returns must be a Tensor like {what}, got {shown(value)}")
     if value.shape != like.shape or value.device != like.device:
         wanted, got = (f"{tuple(x.shape)} on {x.device}" for x in (like, value))
         raise ValueError(f"{name} must keep the shape and device of {what}, {wanted}, got {got}")
@@ -260,21 +247,6 @@ def check_like(name: str, value: object, like: Tensor, what: str) -> None:
 def versions(*tensors: Tensor) -> list[int]:
     """How often each was changed in place; in inference mode torch does not count."""
     return [x._version for x in tensors if not x.is_inference()]
-
-
-def returned_by(
-    name: str, call: Callable[..., Any], *inputs: Tensor, like: Tensor, what: str
-) -> Tensor:
-    """What a user's object returns, a tensor as ``like`` is; an error of torch names the object."""
-    try:
-        value = call(*inputs)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        shown = " and ".join(map(_shown, inputs))
-        raise ValueError(f"{name} cannot take {shown}: {error}") from error
-    check_like(name, value, like, what)
-    return value
 
 
 def check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
@@ -300,7 +272,7 @@ def suggestion(name: object, known: Iterable[object]) -> str:
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """A value in an error, without the numbers of a tensor or the layers of a model."""
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype} {tuple(value.shape)}"
@@ -323,11 +295,12 @@ ELSEWHERE = {
     "eos_token_id": "stop_tokens",
     "pad_token_id": "pad_token",
     "hidden_size": "d_model",
+    "iterations": "exactly",
     "max_iter": "max_steps",
     "tol": "rtol",
     "tau": "damping",
 }
-"""Names of arguments in other libraries, and ours."""
+"""Names of arguments in other libraries, and ours; ``exactly`` is that of a constructor."""
 
 
 def checked(target: T) -> T:
@@ -363,15 +336,12 @@ def checked(target: T) -> T:
 
 
 def _checking(function: Any) -> Any:
-    *_, owner, name = f".{function.__qualname__}".split(".")
-    prefix = f"{owner}." if name == "__init__" else ""
-    # at the first call, when every class that an annotation names exists
-    arguments = functools.cache(lambda: _arguments(function))
+    prefix = _owner(function)
 
     @functools.wraps(function)
     def with_checks(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            places, further, wanted = arguments()
+            places, further, wanted = _arguments(function)
             by_place = zip(chain(places, repeat(further)), args, strict=False)
             for name, value in chain(by_place, kwargs.items()):
                 alternatives = wanted.get(name, wanted.get(KEYWORDS))
@@ -384,6 +354,12 @@ def _checking(function: Any) -> Any:
     return with_checks
 
 
+def _owner(function: Any) -> str:
+    """The class of a constructor, with a dot."""
+    return function.__qualname__.split(".")[-2] + "." if function.__name__ == "__init__" else ""
+
+
+@functools.cache  # at the first call, when every class that an annotation names exists
 def _arguments(function: Any) -> tuple[list[str], str, dict[str, list[Wanted]]]:
     """The names of arguments by place, that of all further ones, and what each may be."""
     places, further, wanted = [], "", {"": []}
@@ -412,10 +388,14 @@ def _unknown(function: Any, name: str, wanted: dict[str, list[Wanted]]) -> TypeE
     ours = ELSEWHERE.get(name, name)
     taken = [each for each in wanted if each not in ("", "self", "cls")]
     hint = suggestion(name, taken)
-    for argument, alternatives in wanted.items():
-        for each in alternatives:
-            if ours in getattr(each.kind, "__dataclass_fields__", ()):
-                hint = f": write {argument}={each.kind.__name__}({ours}=...)"
+    written = [
+        f"{argument}={holder}"
+        for argument, alternatives in wanted.items()
+        for each in alternatives
+        if (holder := _holder(each.kind, ours))
+    ]
+    if written:
+        hint = f": write {min(written, key=len)}"
     if ours in taken:
         hint = f"; did you mean {ours!r}?"
     called = function.__qualname__.removesuffix(".__init__")
@@ -423,6 +403,20 @@ def _unknown(function: Any, name: str, wanted: dict[str, list[Wanted]]) -> TypeE
     if name in ("attention_mask", "num_items_in_batch") and "CausalLM" in called:  # the Trainer's
         text += "; the Trainer takes deqseq.integrations.huggingface.from_causal_lm(model)"
     return TypeError(text)
+
+
+def _holder(kind: Any, name: str) -> str:
+    """How a dataclass that takes ``name``, or one in a field of it, is written; "": none does."""
+    if not isinstance(kind, type) or not is_dataclass(kind):
+        return ""
+    if isinstance(vars(kind).get(name), classmethod):
+        return f"{kind.__name__}.{name}(...)"
+    for field in fields(kind):
+        if field.name == name:
+            return f"{kind.__name__}({name}=...)"
+        if inner := _holder(field.type, name):
+            return f"{kind.__name__}({field.name}={inner})"
+    return ""
 
 
 def _wanted(annotation: Any) -> list[Wanted]:

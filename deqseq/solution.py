@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -82,10 +82,7 @@ def warn_caller(message: str) -> None:
     warnings.warn(message, ConvergenceWarning, stacklevel=level)
 
 
-EXPLAINED = "print(result.explain()) says why and what to do."
-
-
-def warn_failed(ends: np.ndarray, stop: Stop, share: float = 0.5, advice: str = EXPLAINED) -> bool:
+def warn_failed(ends: np.ndarray, stop: Stop, share: float = 0.5, later: str = "") -> bool:
     """Warn if more than this share of the rows failed, or all did, although they could converge;
     whether it did. ``ends`` is :attr:`Solution.ends`.
     """
@@ -99,8 +96,8 @@ def warn_failed(ends: np.ndarray, stop: Stop, share: float = 0.5, advice: str = 
         return False
     warn_caller(
         f"{failed} of {rows} rows did not converge ({spent} spent the budget of {stop.max_steps} "
-        "iterations, "
-        f"{diverged} diverged), so their values are not fixed points. {advice}"
+        f"iterations, {diverged} diverged), so their values are not fixed points. explain() of the "
+        f"result, as in print(model(x).explain()), says why and what to do.{later}"
     )
     return True
 
@@ -240,6 +237,15 @@ class Outcome:
         done = f"{int(self.converged.sum())} of {len(self.converged)} rows converged"
         return f"{name}({done}, iterations {int(low)} to {int(high)})"
 
+    if not TYPE_CHECKING:  # a type checker names such attributes by itself
+
+        def __getattr__(self, name: str) -> Any:
+            """AttributeError: names the fields, since a result is not a tensor."""
+            names = ", ".join(field.name for field in fields(self))
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}; it has {names}"
+            )
+
     def __getstate__(self) -> dict[str, Any]:
         """Without the call, which holds functions."""
         return {name: value for name, value in self.__dict__.items() if name != "call"}
@@ -304,6 +310,10 @@ class Solution(Outcome):
     ends: np.ndarray = field(repr=False, compare=False)
     aux: Any = None
     call: Call | None = field(default=None, repr=False, compare=False)
+
+    def __iter__(self) -> NoReturn:
+        """TypeError: a solution is not a pair."""
+        raise TypeError("a Solution cannot be unpacked: the fixed point is solution.value")
 
 
 def describe_failure(outcome: Outcome, what: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 import torch
 
-from deqseq.arguments import check_callable, check_type, checked
+from deqseq.arguments import Function, check_callable, check_type, checked, shown
 from deqseq.rows import check_rows, map_tensors, on_device, on_host, per_row, put, take
 from deqseq.solution import Call, Outcome, Solution, SolveStats, Status, warn_failed, worst_token
 from deqseq.solvers.base import Solver
@@ -222,6 +222,12 @@ def solve(
 def posed(**fields: Any) -> Problem:
     """The problem of a caller, whose map, start and ``args`` are checked."""
     problem = Problem(**fields)
+    if (
+        problem.args is None
+        and not Function(1).is_kind(problem.f)
+        and Function(2).is_kind(problem.f)
+    ):
+        raise TypeError(f"f must take z only, got {shown(problem.f)}: give the second one as args=")
     check_callable("f", problem.f, 1 if problem.args is None else 2)
     check_start("z0", problem.z0)
     check_rows("args", problem.args, len(problem.z0))

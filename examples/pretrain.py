@@ -31,7 +31,7 @@ from run_folder import (
     write_rows,
     write_whole,
 )
-from text_training import TextOptions, end_of_training, prepare, train
+from text_training import TextOptions, end_of_training, prepare, say, train
 
 import deqseq as dq
 from deqseq.arguments import check_choice
@@ -255,6 +255,7 @@ def main(arguments: list[str]) -> None:
     with naming("--held-out, --length, --extrapolation", SystemExit):
         held_out = excerpts(documents, tokenizer, lengths, options.eval_tokens)
     with claimed_folder("pretrain.py", options, folder):
+        say(f"models: {', then '.join(options.models)}; results: {folder}/")
         for name in options.models:
             train_model(name, options, tokenizer, rows)
         if not end_of_training():

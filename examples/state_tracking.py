@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparison import BUDGETS, Curves, compare, draw, report, solve_numbers
+from comparison import BUDGETS, NAMES, Curves, compare, draw, report, solve_numbers
 from recipe import WINDOW, Recipe, with_start
 from run_folder import claimed_folder, naming
 from run_folder import read_options as parse
@@ -151,6 +151,9 @@ def main(arguments: Sequence[str]) -> None:
     suffix = "_llama" * (options.backbone == "llama") + "_quick" * options.quick
     folder = Path(options.output or f"runs/state_tracking_{options.group}_{options.seed}{suffix}")
     with claimed_folder("state_tracking.py", options, folder):
+        others = [NAMES.get(kind, f"explicit {kind} blocks") for kind in options.baselines]
+        models = ", then ".join(["implicit", *others])
+        print(f"models: {models}, each in at most {options.steps} steps; results: {folder}/")
         rows, lm = compare(options, make_tasks(options)[0], last_token_accuracy, evaluate, folder)
         budgets = accuracy_by_budget(lm, options) if options.implicit else None
         draw(folder / "state_tracking.png", rows, budgets)

@@ -117,6 +117,12 @@ def prepare(
 class TextTrainer(Trainer):
     """transformers' Trainer with the weight decay of :func:`deqseq.training.parameter_groups`."""
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """A tied weight is stored once, so its other name is not missing."""
+        tied = getattr(self.model, "all_tied_weights_keys", {})
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters that are decayed."""
         decayed = {id(parameter) for parameter in parameter_groups(model)[0]["params"]}
@@ -143,6 +149,7 @@ def train(
     """
     folder = Path(options.output) / name
     if (folder / "model").exists():
+        say(f"{name}: trained already")
         return folder / "model"
     torch.manual_seed(options.seed)
     model, share = (
@@ -178,6 +185,8 @@ def train(
         callbacks=[] if curriculum is None else [CurriculumCallback(curriculum)],
     )
     newest = newest_checkpoint(folder, settings.max_steps)
+    first = 0 if newest is None else int(newest.name.rpartition("-")[2])
+    say(f"{name}: training from update {first} to {settings.max_steps}, checkpoints in {folder}/")
     trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
     trainer.save_state()
     trainer.model = finish(trainer.model)
@@ -186,6 +195,12 @@ def train(
         (folder / "unfinished").replace(folder / "model")
     trainer.accelerator.wait_for_everyone()
     return folder / "model"
+
+
+def say(text: str) -> None:
+    """Print a line in the main process."""
+    if is_main():
+        print(text, flush=True)
 
 
 def newest_checkpoint(folder: Path, steps: int) -> Path | None:

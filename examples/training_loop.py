@@ -75,6 +75,11 @@ class TrainingBatches(ABC):
         return self.step / self.steps
 
     @property
+    def last(self) -> int:
+        """Steps of the whole run, as far as it is known."""
+        return self.steps
+
+    @property
     @abstractmethod
     def lr(self) -> float:
         """The next learning rate."""
@@ -127,10 +132,7 @@ def train(
         # dropout depends on seed and step only
         torch.manual_seed(options.seed * 2**20 + batches.step - 1)
         output = model(batch.inputs, targets=batch.targets)
-        numbers = {
-            "step": batches.step,
-            "loss": check_finite(output.loss, step=batches.step, phase=phase.name),
-        }
+        numbers = {"loss": check_finite(output.loss, step=batches.step, phase=phase.name)}
         numbers |= batches.record(output, batch)
         optimizer.zero_grad()
         accelerator.backward(output.loss)
@@ -142,7 +144,8 @@ def train(
         batches.cpu_seconds += time.process_time() - begun
         if batches.step % SHOWN_EVERY == 0:
             shown = ", ".join(f"{key} {value:.4g}" for key, value in numbers.items())
-            print(f"{name}, {batches.progress:.0%}, {phase.name}: {shown}", flush=True)
+            step = f"step {batches.step} of at most {batches.last}"
+            print(f"{name}, {step}, {phase.name}: {shown}", flush=True)
         if batches.step % SAVED_EVERY == 0 or batches.progress == 1:
             config.iteration = batches.step  # the number in the checkpoint's name
             try:

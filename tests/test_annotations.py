@@ -162,6 +162,16 @@ def with_fields(
             "unknown argument 'counts'; did you mean 'count'? (call takes: count, few, ",
         ),
         (call, "tol", "unknown argument 'tol': write stop=Stop(rtol=...) (call takes: "),
+        (
+            with_fields,
+            "max_iter",
+            "unknown argument 'max_iter': write solve=SolveConfig(stop=Stop(max_steps=...))",
+        ),
+        (
+            with_fields,
+            "iterations",
+            "unknown argument 'iterations': write solve=SolveConfig(stop=Stop.exactly(...))",
+        ),
         (with_fields, "attention_mask", "unknown argument 'attention_mask'; did you mean 'mask'? "),
         (
             with_fields,

@@ -97,7 +97,7 @@ def cases():
     }
 
 
-FINE = {  # what looks wrong, and is taken by a map, or by a mask or an empty batch of it
+FINE = {  # what looks wrong, and is taken by a map or a mask, or as an empty batch, or converted
     "z0": {"torch.float32 (3, 4)", "torch.float64 (2, 3, 4)"},
     "z_star": {"torch.float32 (3, 4)", "torch.float64 (2, 3, 4)"},
     "like": {
@@ -108,6 +108,7 @@ FINE = {  # what looks wrong, and is taken by a map, or by a mask or an empty ba
         "torch.float64 (2, 3, 4)",
     },
     "stop_tokens": {"3"},
+    **{name: {"torch.int32 (2, 3)"} for name in ("input_ids", "labels", "targets", "ids")},
 }
 
 

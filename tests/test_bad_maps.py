@@ -160,3 +160,13 @@ def test_tracing_keeps_one_run_of_the_loop_so_a_tolerance_is_refused():
 
     with pytest.raises(TypeError, match=r"cannot be traced.*Stop\.exactly"):
         torch.jit.trace(solved, torch.ones(1, 1), check_trace=False)
+
+
+def test_a_map_of_two_arguments_needs_args():
+    z0 = torch.zeros(2, 3)
+    add = lambda z, x: z / 2 + x  # noqa: E731
+    with pytest.raises(TypeError, match=r"f must take z only, .*give the second one as args="):
+        dq.fixed_point(add, z0)
+    assert dq.fixed_point(add, z0, args=torch.ones(2, 3)).converged.all()
+    with pytest.raises(TypeError, match="f must be a function of 1 argument"):
+        dq.fixed_point(lambda: z0, z0)

@@ -1,6 +1,7 @@
 """What a solve returns, and what it says when it failed: solutions and model outputs alike."""
 
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -102,3 +103,24 @@ def test_model_outputs_fail_as_solutions_do(sweep, language):
         failed.raise_if_failed()
     assert caught.value.rows == [0, 1]
     assert len(caught.value.residuals) == 2
+
+
+def test_a_solution_is_no_tensor_and_no_pair():
+    solved = dq.fixed_point(torch.cos, torch.zeros(1, 1))
+    with pytest.raises(AttributeError, match=r"'Solution' .* no attribute 'sum'; it has value, "):
+        solved.sum()
+    with pytest.raises(TypeError, match=r"cannot be unpacked: the fixed point is solution\.value"):
+        _z, _info = solved
+    output = dq.CausalLM(5, dq.ImplicitModel(dq.Affine(4)))(torch.tensor([[1]]))
+    with pytest.raises(AttributeError, match="no attribute 'argmax'; it has logits, loss, "):
+        output.argmax(-1)
+
+
+def test_the_advice_of_a_warning_can_be_followed():
+    """It names no variable of the caller's."""
+    model = dq.ImplicitModel(dq.Affine(4), dq.SolveConfig(stop=Stop(rtol=1e-9, max_steps=2))).eval()
+    x = torch.ones(1, 3, 4)
+    with pytest.warns(dq.ConvergenceWarning, match=r"print\((.*)\), says why") as caught:
+        model(x)
+    advice = re.search(r"print\((.*)\), says", str(caught[0].message)).group(1)
+    assert eval(advice, {"model": model, "x": x}).causes == ("budget",)

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from deqseq.arguments import Within, check_type
+from deqseq.arguments import Instance, Within, check_like, check_type, shown
 from deqseq.layers import RMSNorm, apply_weight_norm, dropout_mask
 from deqseq.layers.weight_norm import has_weight_norm
 from deqseq.rows import take, tensors_of
@@ -54,9 +54,11 @@ class JointCache(Cache):
 
     Attributes:
         parts: the cache of the first part that runs, of the second, and so on.
+        kind: what the parts are, ``"steps"`` or ``"parts"`` of a model.
     """
 
     parts: tuple[Cache, ...]
+    kind: str
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything that is kept, part by part; rows first."""
@@ -64,21 +66,22 @@ class JointCache(Cache):
 
     def reserve(self, tokens: int, /) -> "JointCache":
         """The same cache, prepared for the next ``tokens``."""
-        return JointCache(tuple(part.reserve(tokens) for part in self.parts))
+        return JointCache(tuple(part.reserve(tokens) for part in self.parts), self.kind)
 
     def crop(self, tokens: int, /) -> "JointCache":
         """The same cache without the last ``tokens`` of each row."""
-        return JointCache(tuple(part.crop(tokens) for part in self.parts))
+        return JointCache(tuple(part.crop(tokens) for part in self.parts), self.kind)
 
 
-def parts_of(cache: Any, number: int, parts: str) -> tuple[Cache | None, ...]:
-    """The caches of so many parts; TypeError or ValueError for a cache of another model."""
+def parts_of(cache: Any, number: int, kind: str) -> tuple[Cache | None, ...]:
+    """The caches of so many parts of a kind; TypeError or ValueError for one of another model."""
     check_type("cache", cache, (JointCache, type(None)))
     if cache is None:
         return tuple(repeat(None, number))
-    if len(cache.parts) != number:
+    if len(cache.parts) != number or cache.kind != kind:
         raise ValueError(
-            f"cache must be of this model, of {number} {parts}, got one of {len(cache.parts)}"
+            f"cache must be of this model, of {number} {kind}, got one of {len(cache.parts)} "
+            f"{cache.kind}"
         )
     return cache.parts
 
@@ -253,6 +256,23 @@ class Backbone(nn.Module, ABC, Generic[C]):
         return {**self.__dict__, "_compiled": None, "_compiled_call_impl": None}
 
 
+class Given(Instance):
+    """A backbone; the error says how to make one."""
+
+    def remedy(self, value: object) -> str:
+        name = type(value).__name__
+        if type(value).__module__.startswith("deqseq.backbones") and name.endswith("Config"):
+            return f": write {name.removesuffix('Config')}({name}(...))"
+        if isinstance(value, type) and issubclass(value, Backbone):
+            return f": write {value.__name__}(...)"
+        advice = super().remedy(value)
+        if isinstance(value, nn.Module) and not advice:
+            return ": subclass deqseq.Backbone, or solve it with deqseq.fixed_point"
+        return advice
+
+
+GivenBackbone = Annotated[Backbone[Any], Given(Backbone)]
+"""A backbone as an argument."""
 SkipScale = Annotated[float, Within("(0, 1]")]
 
 
@@ -310,6 +330,21 @@ def check_cache(
             f"cache must be of this model and of the rows of its input: tensors {wanted} on "
             f"{x.device}, got {got} on {devices}"
         )
+
+
+def returned_by(
+    name: str, call: Callable[..., Any], *inputs: Tensor, like: Tensor, what: str
+) -> Tensor:
+    """What a user's object returns, a tensor as ``like`` is; an error of torch names the object."""
+    try:
+        value = call(*inputs)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        tensors = " and ".join(map(shown, inputs))
+        raise ValueError(f"{name} cannot take {tensors}: {error}") from error
+    check_like(name, value, like, what)
+    return value
 
 
 def check_narrow(name: str, backbone: Backbone[Any]) -> None:

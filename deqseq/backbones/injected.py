@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from deqseq.arguments import PositiveInt, Within, checked, returned_by
-from deqseq.backbones.base import Backbone, Cache, check_narrow
+from deqseq.arguments import PositiveInt, Within, checked
+from deqseq.backbones.base import Backbone, Cache, GivenBackbone, check_narrow, returned_by
 from deqseq.types import Counts, Mask, Sequence
 
 
@@ -155,7 +155,7 @@ class Injected(Backbone[Any]):
     """
 
     @checked
-    def __init__(self, backbone: Backbone[Any], injection: Injection) -> None:
+    def __init__(self, backbone: GivenBackbone, injection: Injection) -> None:
         super().__init__()
         if getattr(backbone, "injection", None) is not None:
             raise ValueError(

@@ -8,8 +8,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from deqseq.arguments import PositiveInt, checked, returned_by
-from deqseq.backbones.base import Backbone, JointCache, check_narrow, parts_of
+from deqseq.arguments import PositiveInt, check_argument, checked
+from deqseq.backbones.base import (
+    Backbone,
+    GivenBackbone,
+    JointCache,
+    check_narrow,
+    parts_of,
+    returned_by,
+)
 from deqseq.start import Start, initial_state
 from deqseq.step import evaluate
 from deqseq.types import Counts, Mask, Sequence
@@ -34,7 +41,7 @@ class Looped(Backbone[JointCache]):
     Step :math:`s` of a token sees step :math:`s` of the tokens before it, so decoding with the
     cache equals the forward pass of the whole sequence, and the cache is :math:`S` times larger.
     The gradient is that of all steps. ``ExplicitModel(Looped(backbone, steps))`` is a looped
-    transformer. ``steps`` and ``start`` can be changed later.
+    transformer. ``steps``, ``choose`` and ``start`` can be changed later.
 
     Args:
         backbone: the map :math:`f_\theta`. Its input enters every step, and its dropout masks are
@@ -45,8 +52,7 @@ class Looped(Backbone[JointCache]):
             last step.
         start: where the loop begins, :math:`z_0`. ``"input"``: the state :math:`z` that it is
             given, which an :class:`~deqseq.ExplicitModel` sets to the embedded tokens; ``"zero"``;
-            or a :class:`~deqseq.RandomStart`. The attribute may also be the states themselves,
-            ``(batch, length, d_model)``.
+            a :class:`~deqseq.RandomStart`; or the states themselves, ``(batch, length, d_model)``.
 
     Raises:
         TypeError, ValueError: names the argument, what it got and what it wants.
@@ -69,16 +75,21 @@ class Looped(Backbone[JointCache]):
     @checked
     def __init__(
         self,
-        backbone: Backbone[Any],
+        backbone: GivenBackbone,
         steps: PositiveInt,
         choose: Choose | None = None,
-        start: Start = "input",
+        start: Start | Tensor = "input",
     ) -> None:
         super().__init__()
         check_narrow("Looped.backbone", backbone)
         self.d_model = backbone.d_model
         self.backbone, self.steps, self.choose = backbone, steps, choose
         self.start: Start | Tensor = start
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("steps", "choose", "start"):
+            check_argument(Looped.__init__, name, value)
+        super().__setattr__(name, value)
 
     @property
     def causal(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -143,7 +154,7 @@ class Looped(Backbone[JointCache]):
         parts = []
         for step_cache, step_aux in zip(parts_of(cache, len(aux), "steps"), aux, strict=True):
             parts.append(self.backbone.advance(step_cache, step_aux, tokens, counts))
-        return JointCache(tuple(parts))
+        return JointCache(tuple(parts), "steps")
 
     def compile(self, **options: Any) -> None:
         self.backbone.compile(**options)

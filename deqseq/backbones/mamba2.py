@@ -11,13 +11,13 @@ from deqseq.arguments import (
     PositiveFloat,
     PositiveInt,
     Probability,
-    StepBounds,
     checked,
 )
 from deqseq.backbones.base import BlockStack, Cache, Inputs, SkipScale, check_cache
 from deqseq.layers import Mamba2Block, Mamba2Mixer, RMSNorm
 from deqseq.layers.mamba2_mixer import MixerAux, MixerState, check_groups
 from deqseq.ops import Backend, fused
+from deqseq.ops.reference import StepBounds
 from deqseq.types import Counts, Mask, Sequence
 
 

@@ -9,7 +9,7 @@ import torch
 
 from deqseq.arguments import check_type
 from deqseq.config import SolveConfig, resolve
-from deqseq.models.causal_lm import CausalLM, Tokens, check_tokens
+from deqseq.models.causal_lm import CausalLM, Tokens, token_ids
 from deqseq.models.implicit import ImplicitModel
 from deqseq.start import RandomStart
 from deqseq.types import Mask
@@ -32,7 +32,7 @@ def check_call(
     config = resolve(core.eval_solve or core.solve, solve, fields)
     if isinstance(config.start, RandomStart) and config.start.seed is None:
         config = replace(config, start=replace(config.start, seed=0))
-    check_tokens("ids", ids, model.embedding)
+    ids = token_ids("ids", ids, model.embedding)
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
     return core, real, config
 

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deqseq.arguments import PositiveFloat, PositiveInt, checked
+from deqseq.arguments import PositiveFloat, PositiveInt, check_like, checked
 from deqseq.layers.rms_norm import RMSNorm
 from deqseq.layers.rotary import RotaryTables, rotate
 from deqseq.types import Sequence
@@ -173,6 +173,7 @@ class Attention(nn.Module):
         seen = new if past is None else past.joined(new)
         keys, values = (part.to(q.dtype) for part in seen)
         mixed = self.attend(self, q, keys, values, mask, causal=self.causal and past is None)
+        check_like("Attention.attend", mixed, q.transpose(1, 2), "the queries")
         return self.o_proj(mixed.flatten(2)), new
 
 

@@ -7,12 +7,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from deqseq.arguments import PositiveFloat, PositiveInt, StepBounds, checked
+from deqseq.arguments import PositiveFloat, PositiveInt, checked
 from deqseq.layers.causal_conv import CausalConv1d, Channels, ConvState
 from deqseq.layers.rms_norm import GatedRMSNorm
 from deqseq.layers.weight_norm import with_weights
 from deqseq.ops import Backend, fused, reference
-from deqseq.ops.reference import ScanState, StepSizes
+from deqseq.ops.reference import ScanState, StepBounds, StepSizes
 from deqseq.types import Counts, Sequence
 
 

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Annotated, Any, Unpack
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, Integer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -32,8 +32,8 @@ from deqseq.models.sampler import Sampler, Seed
 from deqseq.step import Callback
 from deqseq.types import Mask, Sequence
 
-Tokens = Int64[Tensor, "batch length"]
-"""Ids of tokens."""
+Tokens = Integer[Tensor, "batch length"]
+"""Ids of tokens, of any integer dtype."""
 TRANSFORMERS = ("save_pretrained", "push_to_hub", "config", "generation_config")
 """Attributes that users of transformers expect."""
 IGNORED = -100
@@ -158,7 +158,7 @@ class CausalLM(nn.Module):
                 to score.
             TypeError: an option that the model does not take.
         """
-        self._check_tokens(input_ids)
+        input_ids = self._token_ids(input_ids)
         answers = self._answers(input_ids, labels, targets, mask)
         x = F.dropout(self.embed(input_ids), self.embedding_dropout, self.training)
         options: dict[str, Any] = {"callback": callback, "throw": throw, "solve": solve, **fields}
@@ -239,7 +239,7 @@ class CausalLM(nn.Module):
             torch.Size([1, 5])
         """
         stops = tuple(stop_tokens) if isinstance(stop_tokens, Iterable) else (stop_tokens,)
-        self._check_tokens(input_ids)
+        input_ids = self._token_ids(input_ids)
         for token in stops:
             check_integer("stop_tokens", token, 0, self.embedding.num_embeddings - 1)
         with eval_mode(self):
@@ -295,10 +295,11 @@ class CausalLM(nn.Module):
         logits = F.linear(states, weight) if self.head is None else self.head(states)
         return capped(logits, self.logit_softcap)
 
-    def _check_tokens(self, input_ids: Tensor) -> None:
-        check_tokens("input_ids", input_ids, self.embedding)
+    def _token_ids(self, input_ids: Tensor) -> Int64[Tensor, "batch length"]:
+        input_ids = token_ids("input_ids", input_ids, self.embedding)
         if self.head is None:
             check_loaded(self.embedding, input_ids)
+        return input_ids
 
     def _answers(
         self, ids: Tensor, labels: Tensor | None, targets: Tensor | None, mask: Tensor | None
@@ -316,6 +317,7 @@ class CausalLM(nn.Module):
             name, answers = "targets", targets
         if answers is None:
             return None
+        answers = as_int64(answers)
         check_like(name, answers, ids, "input_ids")
         if mask is not None:
             check_mask(mask, ids)
@@ -338,12 +340,18 @@ def capped(logits: Float[Tensor, "*rows vocab"], cap: float | None) -> Float[Ten
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-def check_tokens(name: str, ids: Tensor, embedding: nn.Embedding) -> None:
-    """Refuse ``ids`` of a type, device or range that the ``embedding`` does not take."""
-    device = embedding.weight.device
+def as_int64(ids: Tensor) -> Tensor:
+    """Integers of any dtype as int64; other tensors are refused where they are checked."""
+    return ids.long() if ids.dtype in (torch.int32, torch.int16, torch.int8, torch.uint8) else ids
+
+
+def token_ids(name: str, ids: Tensor, embedding: nn.Embedding) -> Int64[Tensor, "batch length"]:
+    """``ids`` as int64; an error for a dtype, device or range that the ``embedding`` lacks."""
+    ids, device = as_int64(ids), embedding.weight.device
     if ids.device != device and device.type != "meta":  # an offloaded weight is moved by its hooks
         raise ValueError(f"{name} must be on the model's device, {device}, got {ids.device}")
     check_ids(name, ids, embedding.num_embeddings)
+    return ids
 
 
 def check_scored(name: str, answers: Tokens, n_classes: int) -> None:

@@ -45,6 +45,9 @@ def load_example(name: str) -> Any: ...
 def load_example(name: str) -> Any:
     """A small trained model, for first steps, tests and tutorials.
 
+    The guide "The trained models that come with deqseq" has data, licence, training and limits of
+    each.
+
     - ``"parity"``: one Mamba2 block, trained on sequences of 16 bits; says at each bit whether the
       number of ones so far is odd. Right at every length up to 512, and converges there.
     - ``"parity-unrolled"``: the same, trained only through 4 unrolled iterations: what it learned

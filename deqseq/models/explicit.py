@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import torch
 
 from deqseq.arguments import AtLeast, checked
-from deqseq.backbones.base import Backbone, Cache, check_narrow
+from deqseq.backbones.base import Cache, GivenBackbone, check_narrow
 from deqseq.layers import with_weights
 from deqseq.models.base import BackboneModel, Uncommitted, check_input, check_loaded
 from deqseq.models.output import Evaluation, ModelOutput
@@ -34,7 +34,7 @@ class ExplicitModel(BackboneModel):
     """
 
     @checked
-    def __init__(self, backbone: Backbone[Any]) -> None:
+    def __init__(self, backbone: GivenBackbone) -> None:
         super().__init__(backbone)
         check_narrow("backbone", backbone)
 

@@ -275,7 +275,8 @@ def generate(
         config = resolve(core.solve_config, solve, fields)
         for_prompt = {"sweep": prompt_sweep(config), **options}
         for_token = {**options, "sweep": Simultaneous()}
-    width, device = min(width_of(window, config), max_new_tokens), x.device
+    # the first token is chosen from the prompt; no window reaches beyond the last one
+    width, device = min(width_of(window, config), max(1, max_new_tokens - 1)), x.device
     weighted = with_weights(model)
     record = _Record(len(x), callback, device)
     rows, inputs = np.arange(len(x)), np.zeros((len(x), 1), dtype=np.int64)
@@ -318,8 +319,7 @@ def generate(
     if core is None or config is None:
         return record.generation(pad_token, None)
     if width > 1:  # one by one, the model warns
-        advice = "print(model(input_ids).explain()) says why and what to do."
-        core.warn_once(record.status, config.stop, advice)
+        core.warn_once(record.status, config.stop)
     return record.generation(pad_token, 0 if in_prompt else decoder.evaluations)
 
 

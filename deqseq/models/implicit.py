@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from deqseq.arguments import AtLeast, check_type, checked
-from deqseq.backbones.base import Backbone, Cache
+from deqseq.backbones.base import Cache, GivenBackbone
 from deqseq.config import SolveConfig, SolveFields, resolve
 from deqseq.layers import with_weights
 from deqseq.models.base import BackboneModel, Uncommitted, check_input, check_loaded
 from deqseq.models.eval_mode import in_mode, same_randomness
 from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.models.padding import Padding
-from deqseq.solution import EXPLAINED, Call, Outcome, Solution, warn_failed
+from deqseq.solution import Call, Outcome, Solution, warn_failed
 from deqseq.solve import Problem
 from deqseq.start import Start, initial_state
 from deqseq.step import Callback, autocast_dtype, check_start, evaluate, in_autocast
@@ -140,7 +140,7 @@ class ImplicitModel(BackboneModel):
     @checked
     def __init__(
         self,
-        backbone: Backbone[Any],
+        backbone: GivenBackbone,
         solve: SolveConfig = SolveConfig(),
         eval_solve: SolveConfig | None = None,
     ) -> None:
@@ -342,18 +342,18 @@ class ImplicitModel(BackboneModel):
         finally:
             self._warned = warned
 
-    def warn_once(self, ends: np.ndarray, stop: Stop, advice: str = EXPLAINED) -> None:
+    def warn_once(self, ends: np.ndarray, stop: Stop) -> None:
         """Warn of the first solve in this mode whose rows failed; ``ends`` is their status.
 
-        Most rows must have failed. The warning names the budget of ``stop``, and gives ``advice``.
+        Most rows must have failed. The warning names the budget of ``stop``.
 
         In training all rows must have failed, and no warning is given unless some could converge.
         """
         training = self.training
         # a phase of a fixed number of iterations reports its residual, and need not converge
         if training not in self._warned and not (training and stop.runs_to_the_end):
-            advice += " (Later calls of this model in this mode do not warn.)"
-            if warn_failed(ends, stop, share=1.0 if training else 0.5, advice=advice):
+            later = " (Later calls of this model in this mode do not warn.)"
+            if warn_failed(ends, stop, share=1.0 if training else 0.5, later=later):
                 self._warned.append(training)
 
     def _requires_gradient(self, *tensors: Tensor | None) -> bool:

@@ -112,7 +112,7 @@ class NewTokens:
     tokens: Int64[Tensor, " new"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Generation:
     """Generated tokens, and the numbers of their solves.
 
@@ -139,6 +139,15 @@ class Generation:
     evaluations: int | None = None
     updates: Int64[Tensor, " batch"] | None = None
     guessed: Int64[Tensor, " batch"] | None = None
+
+    def __repr__(self) -> str:
+        """Numbers of the generation, without the tensors."""
+        counts = self.lengths.tolist()
+        text = f"{len(counts)} rows, {min(counts)} to {max(counts)} new tokens"
+        if self.converged is not None:
+            done = int(self.converged.all(dim=1).sum())
+            text += f", {done} rows converged, {self.evaluations} evaluations"
+        return f"Generation({text})"
 
     def rows(self) -> list[list[int]]:
         """The tokens of each row, without padding."""

@@ -66,9 +66,10 @@ def check_mask(mask: Tensor, tokens: Tensor) -> bool:
     """Raise an error unless the mask marks a real token in every row; whether there is padding."""
     check_type("mask", mask, Tensor)
     if mask.dtype != torch.bool or mask.shape != tokens.shape[:2] or mask.device != tokens.device:
+        remedy = "" if mask.dtype == torch.bool else ": write mask.bool()"
         raise ValueError(
             f"mask must be bool of shape {tuple(tokens.shape[:2])} on {tokens.device}, True at "
-            f"real tokens, got {mask.dtype} {tuple(mask.shape)} on {mask.device}"
+            f"real tokens, got {mask.dtype} {tuple(mask.shape)} on {mask.device}{remedy}"
         )
     counts = mask.sum(dim=1).tolist()  # one transfer
     if 0 in counts:

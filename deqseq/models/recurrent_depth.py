@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deqseq.arguments import checked, returned_by
-from deqseq.backbones.base import Cache, JointCache, check_narrow, parts_of
+from deqseq.arguments import checked
+from deqseq.backbones.base import Cache, JointCache, check_narrow, parts_of, returned_by
 from deqseq.models.base import OTHER_EVALUATION, Model, Uncommitted
 from deqseq.models.explicit import ExplicitModel
 from deqseq.models.implicit import ImplicitModel
@@ -106,7 +106,7 @@ class RecurrentDepth(Model):
         solved = self.core(first.value, cache=core, **every, **options)
         last = self.coda(self._normed(solved.value), cache=coda, **every)
         caches: Any = first.cache, solved.cache, last.cache
-        after = JointCache(caches) if return_cache else None
+        after = JointCache(caches, "parts") if return_cache else None
         return ModelOutput(last.value, after, solved.stats, solved.status, solved.call)
 
     @torch.no_grad()
@@ -133,7 +133,7 @@ class RecurrentDepth(Model):
         caches = []
         for i, part in enumerate(parts_of(cache, 3, "parts")):
             caches.append(models[i].commit(part, evaluation.aux[i], counts))
-        return JointCache(tuple(caches))
+        return JointCache(tuple(caches), "parts")
 
     def _normed(self, states: Sequence) -> Sequence:
         return returned_by(

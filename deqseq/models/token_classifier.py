@@ -9,7 +9,14 @@ from torch import Tensor, nn
 from deqseq.arguments import AtLeast, Within, check_like, checked
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.models.base import Model, refuse_setting
-from deqseq.models.causal_lm import IGNORED, Tokens, check_scored, check_tokens, cross_entropy
+from deqseq.models.causal_lm import (
+    IGNORED,
+    Tokens,
+    as_int64,
+    check_scored,
+    cross_entropy,
+    token_ids,
+)
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import TokenClassifierOutput
 from deqseq.models.padding import check_mask
@@ -122,13 +129,14 @@ class TokenClassifier(nn.Module):
             NotImplementedError: a sweep other than :class:`Simultaneous`, of a model that is not
                 causal.
         """
-        check_tokens("input_ids", input_ids, self.embedding)
+        input_ids = token_ids("input_ids", input_ids, self.embedding)
         if self.position_ids is not None and len(self.position_ids) != input_ids.shape[1]:
             raise ValueError(
                 f"input_ids must have the length of positions, {len(self.position_ids)}, got "
                 f"{input_ids.shape[1]}"
             )
         if targets is not None:
+            targets = as_int64(targets)
             check_like("targets", targets, input_ids, "input_ids")
             if mask is not None:
                 check_mask(mask, input_ids)

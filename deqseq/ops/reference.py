@@ -1,13 +1,14 @@
 """The state-space-dual scan in pure PyTorch: the CPU path, and the oracle of faster kernels."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from deqseq.arguments import Wanted, Within
 from deqseq.types import Counts
 
 CHUNK = 64  # what suits a CPU's caches
@@ -17,6 +18,24 @@ LOG2_E = 1 / math.log(2)  # decays are powers of two, which PyTorch computes fas
 FORGOTTEN = -58.0
 
 ScanState = Float[Tensor, "batch heads headdim d_state"]
+
+
+class Bounds(Wanted):
+    """Two ordered numbers from 0 on; the second may be infinite."""
+
+    kind = (tuple, list)
+
+    def __str__(self) -> str:
+        return "two ordered bounds, such as (0.0, 0.1)"
+
+    def in_range(self, value: Any) -> bool:
+        """Whether these are the two bounds."""
+        numbers = all(Within("[0, inf]").is_kind(bound) for bound in value)
+        return numbers and len(value) == 2 and 0 <= value[0] <= value[1]
+
+
+StepBounds = Annotated[tuple[float, float], Bounds()]
+"""The smallest and the largest step."""
 
 
 class StepSizes(NamedTuple):

@@ -3,10 +3,10 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from deqseq.arguments import PositiveInt, StepBounds, checked
+from deqseq.arguments import PositiveInt, checked
 from deqseq.ops import fused, reference
 from deqseq.ops.fused import Backend, resolved
-from deqseq.ops.reference import UNLIMITED, ScanState, StepSizes
+from deqseq.ops.reference import UNLIMITED, ScanState, StepBounds, StepSizes
 
 
 @checked

@@ -149,3 +149,19 @@ def test_a_seed_is_not_exported():
         pytest.raises(ValueError, match=r"RandomStart\.seed must be None in torch\.export"),
     ):
         torch.export.export(model, (torch.tensor([[1, 2, 3, 4]]),), strict=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("steps", 0, ValueError, "an integer >= 1, got 0"),
+        ("steps", 2.5, TypeError, "an integer >= 1, got 2.5"),
+        ("choose", "x", TypeError, "a function of 1 argument"),
+        ("start", "x", ValueError, "one of .'zero', 'input'"),
+    ],
+)
+def test_an_attribute_is_checked_when_it_is_set(name, value, error, message):
+    looped = dq.Looped(affine(), 2)
+    with pytest.raises(error, match=rf"Looped\.{name} must be {message}"):
+        setattr(looped, name, value)
+    assert (looped.steps, looped.choose, looped.start) == (2, None, "input")

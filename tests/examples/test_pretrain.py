@@ -20,6 +20,7 @@ import pytest
 import retrofit
 import text_training
 import torch
+import transformers
 from processes import output_of
 from safetensors.torch import load_file
 from torch.testing import assert_close
@@ -121,7 +122,11 @@ def test_killed_again_and_again_it_ends_as_if_it_had_not_been(whole, tmp_path, n
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_run_of_several_epochs_goes_on_with_the_rows_that_are_left(tmp_path, monkeypatch, stream):
+def test_a_run_of_several_epochs_goes_on_with_the_rows_that_are_left(
+    tmp_path, monkeypatch, capsys, stream
+):
+    warned = []
+    monkeypatch.setattr(transformers.trainer.logger, "warning", warned.append)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (data := tmp_path / "data").mkdir()
     for split in ("train", "validation"):
@@ -139,6 +144,8 @@ def test_a_run_of_several_epochs_goes_on_with_the_rows_that_are_left(tmp_path, m
         shutil.rmtree(folder)
     assert (folder.parent / "checkpoint-10").exists()
     assert_close(*found, rtol=0, atol=0)
+    assert "explicit-llama: training from update 10 to 12, " in capsys.readouterr().out
+    assert not [text for text in warned if "missing keys" in text]  # the head is tied
 
 
 def test_half_checkpoints_and_the_last_one_are_not_resumed(tmp_path):

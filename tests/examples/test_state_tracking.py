@@ -1,6 +1,7 @@
 """State tracking runs as it is, goes on after an interruption, and refuses to mix runs."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import comparison
@@ -104,6 +105,18 @@ def test_a_llama_has_a_start_token(tmp_path):
     assert solves(rows) == expected_solves(4, 8)
     for model in ("implicit", "explicit-1-block"):
         assert len(weights(tmp_path, 12, model)["embedding.weight"]) == 2 + 1
+
+
+def test_what_is_trained_and_how_far_it_is_are_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(training_loop, "SHOWN_EVERY", 4)
+    run(tmp_path, f"{MAMBA2} --steps 12")
+    told = capsys.readouterr().out
+    models = "implicit", "explicit 1 block"
+    assert told.startswith(f"models: {', then '.join(models)}, each in at most 12 steps; results: ")
+    assert f"results: {tmp_path}/\n" in told
+    for model in models:
+        steps = re.findall(rf"^{model}, step (\d+) of at most \d+, ", told, re.MULTILINE)
+        assert steps == ["4", "8", "12"]
 
 
 def test_a_run_goes_on_from_its_last_whole_checkpoint(tmp_path, monkeypatch, capsys):

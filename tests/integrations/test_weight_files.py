@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from deqseq.integrations.foreign import from_pretrained
 from deqseq.integrations.foreign.files import tensors_in
 
 
@@ -57,6 +58,12 @@ def test_a_file_that_cannot_be_read_is_named(folder):
             r"'weight_map' of .*index\.json must be a Mapping, got \['a'\]",
         ),
         ('{"weight_map": {"a": 3}}', FileNotFoundError, "3"),
+        (
+            '{"weight_map": {"a": "../x"}}',
+            ValueError,
+            r"must name files of its folder, got '\.\./x'",
+        ),
+        ('{"weight_map": {"a": "/x"}}', ValueError, "must name files of its folder, got '/x'"),
         ('{"weight_map": {"a"', ValueError, r"model\.safetensors\.index\.json cannot be read"),
     ],
 )
@@ -64,3 +71,20 @@ def test_an_index_that_names_no_files_is_an_error(folder, index, error, message)
     (folder / "model.safetensors.index.json").write_text(index)
     with pytest.raises(error, match=message):
         tensors_in(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "model.safetensors.index.json", "model-a.safetensors"],
+)
+def test_a_folder_in_place_of_a_file_is_named(folder, name):
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).mkdir()
+    with pytest.raises(ValueError, match=f"{name} must be a file, it is a folder"):
+        tensors_in(folder)
+
+
+def test_a_folder_in_place_of_the_configuration_is_named(tmp_path):
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ValueError, match=r"config\.json must be a file, it is a folder"):
+        from_pretrained(tmp_path)

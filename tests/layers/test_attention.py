@@ -72,3 +72,18 @@ def test_llama_block_has_residual_paths_and_masked_branches(attention):
     assert torch.allclose(
         block(z, None, angles)[0], mixed + block.mlp(block.post_attention_layernorm(mixed))
     )
+
+
+@pytest.mark.parametrize(
+    ("attend", "message"),
+    [
+        (lambda q: None, "returns must be a Tensor like the queries, got None"),
+        (lambda q: q, "must keep the shape"),
+        (lambda q: q.transpose(1, 2)[:, :1], "must keep the shape"),
+        (lambda q: q.transpose(1, 2).float(), "must keep the dtype"),
+    ],
+)
+def test_what_mixes_the_values_is_checked(attention, attend, message):
+    attention.attend = lambda layer, q, *rest, causal: attend(q)
+    with pytest.raises((TypeError, ValueError), match=rf"Attention\.attend {message}"):
+        attention(randn(2, 5, 8), None, tables(5, 6, 500.0))

@@ -99,7 +99,8 @@ def test_an_explicit_model_has_no_statistics_and_takes_nothing_for_a_solve():
         ({"labels": IDS, "targets": IDS}, ValueError, "labels .* or targets .*, not both"),
         ({"input_ids": IDS[:, :1], "labels": IDS[:, :1]}, ValueError, "labels leave nothing"),
         ({"targets": torch.full_like(IDS, -100)}, ValueError, "targets leave nothing to score"),
-        ({"input_ids": IDS.int()}, TypeError, r"input_ids must be int64.*write input_ids\.long"),
+        ({"input_ids": IDS.float()}, TypeError, r"input_ids must be int64.*write input_ids\.long"),
+        ({"mask": torch.ones_like(IDS)}, ValueError, r"mask must be bool.*: write mask\.bool\(\)"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
@@ -138,6 +139,17 @@ def test_offloaded_weights_are_refused_but_for_a_head(implicit, weight_norm):
     offload(untied.head)
     assert untied.head.weight.is_meta
     assert torch.equal(untied(IDS).logits, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+@torch.no_grad()
+def test_ids_of_other_integers_are_converted(lm, dtype):
+    ids = IDS.to(dtype)
+    for options in ({"labels": IDS}, {"targets": IDS}):
+        converted = {name: answers.to(dtype) for name, answers in options.items()}
+        assert torch.equal(lm(ids, **converted).loss, lm(IDS, **options).loss)
+    tokens = [lm.generate(prompt, max_new_tokens=3).tokens for prompt in (ids, IDS)]
+    assert torch.equal(*tokens)
 
 
 @pytest.mark.parametrize(

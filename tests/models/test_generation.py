@@ -266,7 +266,7 @@ def test_every_window_gives_the_same_tokens(lm, way):
         assert some.converged.all()
         assert some.evaluations < one.evaluations
         assert (some.guessed < some.lengths).all()
-        assert (some.updates % min(window, 20) == 0).all()
+        assert (some.updates % min(window, 19) == 0).all()
         assert (some.updates <= window * some.evaluations).all()
     assert some.guessed.sum() > 0
 
@@ -424,3 +424,20 @@ def test_a_callback_that_writes_into_its_tensors_changes_nothing(lm):
     assert plain.tokens.any()
     told = lm.generate(PROMPT, max_new_tokens=5, callback=overwrites)
     assert torch.equal(told.tokens, plain.tokens)
+
+
+def test_a_window_does_not_reach_beyond_the_last_token(mamba):
+    """The first of three tokens is chosen from the prompt, and two are left."""
+    wide, narrow = (mamba.generate(PROMPT, max_new_tokens=3, window=n) for n in (512, 2))
+    assert torch.equal(wide.tokens, narrow.tokens)
+    assert torch.equal(wide.updates, narrow.updates)
+
+
+def test_a_generation_is_printed_without_its_tensors(mamba):
+    generation = mamba.generate(PROMPT, max_new_tokens=5)
+    rows = len(PROMPT)
+    evaluations = f"{generation.evaluations} evaluations"
+    expected = f"{rows} rows, 5 to 5 new tokens, {rows} rows converged, {evaluations}"
+    assert repr(generation) == f"Generation({expected})"
+    explicit = dq.CausalLM(13, dq.ExplicitModel(dq.Affine(8))).generate(PROMPT, max_new_tokens=2)
+    assert repr(explicit) == f"Generation({rows} rows, 2 to 2 new tokens)"

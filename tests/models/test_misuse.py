@@ -129,9 +129,28 @@ def looped(steps=3):
     return dq.Looped(affine(), steps)
 
 
+def three_parts():
+    """Caches like those of three steps."""
+    parts = [dq.ExplicitModel(affine()) for _ in range(3)]
+    return dq.RecurrentDepth(*parts)
+
+
 one_head = partial(contractive_llama, n_kv_heads=1)
 one_layer = partial(contractive_mamba2, n_layers=1)
 wider = partial(contractive_mamba2, d_state=8)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_cache_of_parts_is_none_of_steps():
+    x = embedded()
+    models = three_parts(), dq.ExplicitModel(looped())
+    caches = [model(x, return_cache=True).cache for model in models]
+    with pytest.raises(ValueError, match="cache must be of this model, of 3 parts, got one of 3 s"):
+        models[0](x, cache=caches[1])
+    with pytest.raises(ValueError, match="cache must be of this model, of 3 steps, got one of 3 p"):
+        models[1](x, cache=caches[0])
+    for model, cache in zip(models, caches, strict=True):
+        model(x, cache=dq.take(cache, torch.tensor([1, 0])).reserve(1))
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -203,3 +222,17 @@ def test_a_backbone_without_a_width_or_that_returns_no_pair_is_named():
     backbone.d_model = None
     with pytest.raises(TypeError, match=r"backbone\.d_model must be an integer >= 1, got None"):
         dq.ImplicitModel(backbone)
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        (torch.nn.Linear(4, 4), "subclass deqseq.Backbone, or solve it with deqseq.fixed_point"),
+        (dq.Mamba2Config(32), r"write Mamba2\(Mamba2Config\(...\)\)"),
+        (dq.Llama, r"write Llama\(...\)"),
+    ],
+)
+def test_what_is_no_backbone_is_answered_with_how_to_make_one(given, remedy):
+    for kind in (dq.ImplicitModel, dq.ExplicitModel):
+        with pytest.raises(TypeError, match=f"backbone must be a Backbone, got .*: {remedy}"):
+            kind(given)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from deqseq.arguments import (
-    check_bounds,
-    check_flag,
+    Instance,
     check_integer,
     check_known,
     check_number,
     check_type,
 )
 from deqseq.models import CausalLM, LanguageModelSpec
+from deqseq.ops.reference import Bounds
 
 
 class Only:
@@ -54,11 +54,11 @@ def unused(*names: str) -> dict[str, None]:
 
 
 _CHECKS = {
-    bool: check_flag,
+    bool: Instance(bool),
     int: partial(check_integer, low=1),
     NoneType: partial(check_integer, low=1),
     float: partial(check_number, interval="(-inf, inf)"),
-    tuple: check_bounds,
+    tuple: Bounds(),
     dict: partial(check_type, wanted=Mapping),
 }
 

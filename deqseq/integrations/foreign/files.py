@@ -135,6 +135,8 @@ def folder_of(folder_or_name: str | PathLike[str], revision: str | None) -> Path
 
 def content_of(file: Path) -> dict[str, Any]:
     """The mapping in a file of JSON or tensors; ValueError if it cannot be read."""
+    if file.is_dir():
+        raise ValueError(f"{file} must be a file, it is a folder")
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
@@ -156,12 +158,16 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
     """
     whole = folder / "model.safetensors"
     index = folder / "model.safetensors.index.json"
-    if whole.is_file():
+    if whole.exists():
         files = [whole]
-    elif index.is_file():
+    elif index.exists():
         shards = content_of(index).get("weight_map") or {}
         check_type(f"'weight_map' of {index}", shards, Mapping)
-        files = sorted({folder / str(name) for name in shards.values()})
+        names = sorted({str(name) for name in shards.values()})
+        for name in names:
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise ValueError(f"{index} must name files of its folder, got {name!r}")
+        files = [folder / name for name in names]
     else:
         files = sorted(folder.glob(SAFETENSORS)) or sorted(folder.glob(PICKLES))
     if not files:

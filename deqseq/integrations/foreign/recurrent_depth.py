@@ -10,8 +10,9 @@ from einops import rearrange
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from deqseq.arguments import Within, checked, returned_by
+from deqseq.arguments import Within, checked
 from deqseq.backbones import LlamaConfig
+from deqseq.backbones.base import returned_by
 from deqseq.config import SolveConfig
 from deqseq.gradients import Unrolled
 from deqseq.integrations.foreign.engine import Fields, Foreign, Only, Table, Weights, only

@@ -220,11 +220,7 @@ TAKEN = (
 def check_keywords(position_ids: object, keywords: Mapping[str, Any]) -> None:
     """Refuse keywords that would change the result, and unknown ones; None asks for nothing."""
     check_tensors(position_ids=position_ids)
-    flattened = keywords.get("cu_seq_lens_q") is not None or keywords.get("seq_idx") is not None
-    if flattened and position_ids is None:
-        raise ValueError(
-            "position_ids must be given too: where they begin again a packed sequence begins"
-        )
+    check_packing(position_ids, keywords)
     for name, value in keywords.items():
         if name == "is_causal":
             if value is False:
@@ -237,6 +233,29 @@ def check_keywords(position_ids: object, keywords: Mapping[str, Any]) -> None:
             if name in SolveFields.__annotations__:
                 remedy = f': write solve={{"{name}": ...}}'
             raise TypeError(f"unexpected keyword argument {name!r}{remedy}")
+
+
+def check_packing(position_ids: Any, keywords: Mapping[str, Any]) -> None:
+    """Refuse packed sequences that are told without positions, or in contradiction to them."""
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"):
+        told = keywords.get(name)
+        if told is None:
+            continue
+        check_tensors(**{name: told})
+        if position_ids is None:
+            raise ValueError(
+                "position_ids must be given too: where they begin again a packed sequence begins"
+            )
+        begins = position_ids.flatten() == 0
+        if name == "seq_idx":
+            told = F.pad(told.diff(dim=1) != 0, (1, 0), value=True).flatten()
+        else:
+            told, begins = told[:-1], begins.nonzero()[:, 0]
+        if not torch.equal(told.to(begins), begins):
+            raise ValueError(
+                f"{name} must say that sequences begin where position_ids are 0, got others: "
+                "leave it out"
+            )
 
 
 def check_tensors(**values: object) -> None:

@@ -16,7 +16,7 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from deqseq.arguments import checked
+from deqseq.arguments import check_type, checked
 from deqseq.backbones import Backbone, Inputs, LlamaCache
 from deqseq.backbones.base import check_cache, check_sequence
 from deqseq.backbones.llama import commit
@@ -285,8 +285,11 @@ class ChosenAttention:
 
     def __call__(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **_: Any) -> Tensor:
         """Mixed values, ``(batch, new, heads, headdim)``."""
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager)
-        return attend(layer, q, k, v, mask, dropout=0.0, scaling=layer.headdim**-0.5)[0]
+        name = self.config._attn_implementation
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, _eager)
+        pair = attend(layer, q, k, v, mask, dropout=0.0, scaling=layer.headdim**-0.5)
+        check_type(f"what the attention function {name!r} returns", pair, tuple)
+        return pair[0]
 
 
 def choose_attention(core: nn.Module, config: Any) -> None:

@@ -31,7 +31,7 @@ from deqseq.integrations.huggingface.configuration import PARTS, ConfigSettings,
 from deqseq.integrations.huggingface.decoder import DecoderBackbone, choose_attention, watch
 from deqseq.layers import fold_weight_norm
 from deqseq.models import ImplicitModel
-from deqseq.models.causal_lm import scaled
+from deqseq.models.causal_lm import as_int64, scaled
 from deqseq.models.recurrent_depth import check_adapters, solved_part
 from deqseq.models.specification import parts_of
 from deqseq.solution import Outcome, SolveStats
@@ -235,12 +235,13 @@ class DeqseqModel(DeqseqPreTrainedModel):
         (torch.Size([1, 1, 16]), 3)
     """
 
-    _tied_weights_keys = {"core.norm.weight": "core.coda.backbone.norm.weight"}  # noqa: RUF012
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\.", r"^score\."]  # noqa: RUF012
 
     def __init__(self, config: DeqseqConfig) -> None:
         super().__init__(config)
         self.core, self.embed_tokens = config.build()
+        if config.norm is not None:
+            self._tied_weights_keys = {"core.norm.weight": "core.coda.backbone.norm.weight"}
         self.take_solves()
         stacks = [module for module in self.core.modules() if isinstance(module, nn.ModuleList)]
         self._no_split_modules = {type(block).__name__ for stack in stacks for block in stack}
@@ -356,7 +357,7 @@ class DeqseqModel(DeqseqPreTrainedModel):
         """As in transformers, but a norm that two parts share is always tied."""
         if all_submodels:
             return super().get_expanded_tied_weights_keys(all_submodels=True)
-        return {} if self.config.norm is None else dict(self._tied_weights_keys)
+        return dict(self._tied_weights_keys or {})
 
     def embedded(
         self,
@@ -376,8 +377,7 @@ class DeqseqModel(DeqseqPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if input_ids is not None:
-            if input_ids.dtype == torch.int32:
-                input_ids = input_ids.to(torch.int64)
+            input_ids = as_int64(input_ids)
             check_ids("input_ids", input_ids, self.config.vocab_size)
             inputs_embeds = self.embed_tokens(input_ids)
         x: Any = inputs_embeds

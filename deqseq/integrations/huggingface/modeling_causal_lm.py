@@ -15,7 +15,7 @@ from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from deqseq.arguments import check_ids, check_integer, check_known
+from deqseq.arguments import check_ids, check_integer, check_known, check_number
 from deqseq.backbones import Mamba2Config
 from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface.cache import (
@@ -147,9 +147,13 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, TheirGeneration):
         answers = {"labels": labels, "shift_labels": shift_labels}
         check_tensors(**answers)
         if not torch.compiler.is_compiling():
-            may_be_empty = num_items_in_batch is not None and bool(num_items_in_batch)
+            items: Any = num_items_in_batch
+            if isinstance(items, Tensor) and items.numel() == 1:
+                items = items.item()
+            if scored and items is not None:
+                check_number("num_items_in_batch", items, "(0, inf)")
             for name, ids in answers.items():
-                _check_labels(name, ids, tokens, vocab_size, may_be_empty)
+                _check_labels(name, ids, tokens, vocab_size, may_be_empty=items is not None)
         inputs = (input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache)
         output = self.model(*inputs, solve=solve, **kwargs | {"return_dict": True})
         logits = self._logits(output.last_hidden_state[:, positions])
@@ -209,6 +213,10 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, TheirGeneration):
                 rows; ``solve`` for an explicit model; a window where tokens cannot be iterated
                 together.
         """
+        prompts = kwargs.get("inputs_embeds")
+        if prompts is None:
+            prompts = kwargs.get("input_ids") if inputs is None else inputs
+        _check_mask(prompts, **kwargs)
         with torch.no_grad(), eval_mode(self):  # the Trainer leaves a model in training mode
             theirs: Any = super(DeqseqForCausalLM, with_weights(self))
             return theirs.generate(inputs, generation_config, **kwargs)
@@ -366,7 +374,20 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, TheirGeneration):
             model_kwargs["cache"] = ImplicitCache()
 
 
-def _check_labels(name: str, ids: Any, tokens: Any, vocab_size: int, may_be_empty: bool) -> None:
+def _check_mask(prompts: Any, attention_mask: Any = None, cache: Any = None, **_: Any) -> None:
+    """Refuse a mask that is not one of the prompts, or of the cache and the prompts."""
+    if isinstance(prompts, Tensor) and isinstance(attention_mask, Tensor):
+        rows, length = prompts.shape[:2]
+        shapes = [(rows, length)]
+        if isinstance(cache, ImplicitCache) and cache.length:
+            shapes.append((rows, length + cache.length))
+        if tuple(attention_mask.shape) not in shapes:
+            wanted = " or ".join(map(str, shapes))
+            got = tuple(attention_mask.shape)
+            raise ValueError(f"attention_mask must have shape {wanted}, of the prompts, got {got}")
+
+
+def _check_labels(name: str, ids: Any, tokens: Any, vocab_size: int, *, may_be_empty: bool) -> None:
     """Refuse labels that do not fit the tokens, or leave nothing to score.
 
     As in transformers a label counts unless it is -100, in padding, too. The labels of a part of a

@@ -156,3 +156,22 @@ def test_a_name_that_cannot_be_used_changes_nothing(kind, name, error, message):
     with pytest.raises(error, match=message):
         model.set_attn_implementation(name)
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda q: None, "what the attention function 'bare' returns must be a tuple, got None"),
+        (lambda q: q.transpose(1, 2), "what the attention function 'bare' returns must be a tuple"),
+        (lambda q: (q, None), "must keep the shape"),
+    ],
+)
+def test_what_a_registered_function_returns_is_checked(monkeypatch, returned, message):
+    def answer(module, query, *rest, **options):
+        return returned(query)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "bare", answer)
+    model = made("llama")
+    model.set_attn_implementation("bare")
+    with pytest.raises((TypeError, ValueError), match=message):
+        model(IDS)

@@ -168,6 +168,10 @@ def generation_config(**fields):
         (generation_config(solves={}), r"'solves'.*'solve'"),
         ({"solv": {"sweep": "Sliding"}}, r"not used by the model: \['solv'\]"),
         ({"attention_mask": LEFT.flip(1).long()}, "prompts must be padded on the left"),
+        (
+            {"attention_mask": torch.ones(3, 6)},
+            r"attention_mask must have shape \(3, 7\), .*3, 6",
+        ),
         ({"cache_implementation": "static"}, "cache_implementation 'static' is not available"),
     ],
 )

@@ -84,6 +84,12 @@ def test_a_row_has_the_worst_status_of_its_sequences():
     [
         ({"cu_seq_lens_q": torch.tensor([0, 3, 21])}, "position_ids must be given too"),
         ({"seq_idx": torch.zeros(3, 7)}, "position_ids must be given too"),
+        (POSITIONS | {"cu_seq_lens_q": torch.tensor([0, 4, 21])}, "cu_seq_lens_q must say"),
+        (POSITIONS | {"cu_seq_lens_k": torch.tensor([0, 4, 21])}, "cu_seq_lens_k must say"),
+        (
+            POSITIONS | {"seq_idx": torch.zeros(3, 7)},
+            "seq_idx must say .* where position_ids are 0",
+        ),
         ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 3, 4]])}, "must count .* packed sequence"),
         (POSITIONS | {"cache": ImplicitCache()}, "cache must be left out where"),
     ],
@@ -91,3 +97,11 @@ def test_a_row_has_the_worst_status_of_its_sequences():
 def test_what_does_not_fit_is_named(call, message):
     with pytest.raises((ValueError, TypeError), match=message):
         made("mamba2")(IDS, **call)
+
+
+def test_what_a_collator_tells_of_packed_sequences_may_be_given():
+    features = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    batch = collate(features, return_tensors="pt")
+    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5]
+    assert made("mamba2")(**batch).loss.isfinite()

@@ -184,6 +184,11 @@ class TestFiles:
             assert one.all_tied_weights_keys["model.core.norm.weight"] == norm  # for other tools
             assert one.config.norm == "coda"
 
+    def test_parameters_that_are_tied_are_there(self):
+        for model in (from_causal_lm(huginn()), from_causal_lm(retrofitted())):
+            tied = {f"model.{name}" for name in model.model._tied_weights_keys or ()}
+            assert tied <= dict(model.named_parameters(remove_duplicate=False)).keys()
+
 
 @pytest.mark.parametrize(
     ("make", "part", "value", "message"),

@@ -72,7 +72,12 @@ class TestLoss:
         loss.backward()
         assert loss == 0
         with pytest.raises(ValueError, match="labels leave nothing to score"):
-            model(IDS, labels=nothing, num_items_in_batch=0)
+            model(IDS, labels=nothing)
+        for items in (0, torch.tensor(0), -1, "5", torch.ones(2)):
+            with pytest.raises(
+                (ValueError, TypeError), match="num_items_in_batch must be a number"
+            ):
+                model(IDS, labels=IDS, num_items_in_batch=items)
 
     def test_the_trainer_leaves_out_what_it_cannot_gather(self):
         model = made("mamba2")
