@@ -22,18 +22,12 @@ class Local(dq.Backbone[Any]):
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
         self.d_model, self.causal = width, False
-        self.layers = nn.ModuleList(map(self._block, [width] * layers))
-
-    def _block(self, width: int) -> nn.ModuleDict:
-        up, down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        return nn.ModuleDict(
-            {
-                "look": nn.Conv2d(width, width, 3, padding=1, groups=width),
-                "seen": nn.RMSNorm(width),
-                "think": nn.Sequential(up, nn.SiLU(), down),
-                "thought": nn.RMSNorm(width),
-            }
-        )
+        self.layers = nn.ModuleList()
+        for _ in range(layers):
+            look = nn.Conv2d(width, width, 3, padding=1, groups=width)
+            up, down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+            parts = look, nn.RMSNorm(width), nn.Sequential(up, nn.SiLU(), down), nn.RMSNorm(width)
+            self.layers.append(nn.ModuleList(parts))
 
     def prepare(self, x: Tensor, cache: Any = None, mask: Tensor | None = None) -> Tensor:
         """The input itself, which is added to the state elsewhere."""
@@ -44,8 +38,8 @@ class Local(dq.Backbone[Any]):
     ) -> tuple[Tensor, None]:
         """One iteration of all cells, ``(batch, cells, width)``."""
         side = math.isqrt(z.shape[1])
-        for block in self.layers:
-            look, seen, think, thought = block.values()
+        layers: Any = self.layers
+        for look, seen, think, thought in layers:
             z = seen(z + look(z.mT.unflatten(2, (side, side))).flatten(2).mT)
             z = thought(z + think(z))
         return z, None
