@@ -78,6 +78,8 @@ class DeqseqForCausalLM(nn.Module):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         x = self.plan.spec.embedding_scale * inputs_embeds
+        # a view of vLLM's buffer, which was made outside inference mode, needs graphs of its own
+        positions = positions.clone()
         if get_forward_context().attn_metadata is None:  # vLLM measures memory, before it serves
             self.run(positions[:1], x[:1])  # compiles the layers for one token, and then for many
         return self.run(positions, x)

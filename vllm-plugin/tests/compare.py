@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from deqseq_vllm.layers import Stack
 from prometheus_client import REGISTRY
 from safetensors.torch import load_file, save_file
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from vllm import LLM, SamplingParams
 
 Rows = Sequence[dict[str, Any]]
@@ -108,6 +110,17 @@ def in_all_ways(folder: Path, rows: Rows) -> int:
     return different
 
 
+def compiled(folder: Path, rows: Rows) -> int:
+    """How much is wrong with compiled layers, which must be compiled before the first request."""
+    llm = engine(folder, enforce_eager=False, **WHOLE)
+    graphs = len(_debug_get_cache_entry_list(Stack.forward.__code__))
+    different = compare(f"{folder.name}, compiled", generated(llm, rows), rows)
+    different += compare(f"{folder.name}, compiled, alone", generated(llm, rows[:1]), rows[:1])
+    later = len(_debug_get_cache_entry_list(Stack.forward.__code__)) - graphs
+    print(f"  {graphs} graphs before the first request, {later} later")
+    return different + later + (graphs == 0)
+
+
 def is_refused(folder: Path, words: str, options: dict[str, Any]) -> bool:
     """Whether a model is refused when it is loaded, with these words."""
     try:
@@ -172,6 +185,8 @@ def main(folder: Path, names: Sequence[str]) -> int:
         del llm
         if name in CLOSELY:
             different += in_all_ways(folder / name, rows)
+        if name == "llama-concat":
+            different += compiled(folder / name, rows)
         if (exactly := folder / name / "exactly.json").exists():
             rows = json.loads(exactly.read_text())
             for way in ("eager", "compiled"):
