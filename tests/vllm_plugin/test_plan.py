@@ -1,13 +1,15 @@
 """What the plugin for vLLM reads of a saved configuration, and what it refuses; needs no vLLM."""
 
-from dataclasses import replace
+import json
+import re
+from dataclasses import fields, replace
 
 import pytest
-from deqseq_vllm.plan import merged, plan
+from deqseq_vllm.plan import FIELDS, OTHERS, SECTIONS, changed, check_name, plan
 from transformers import AutoConfig
 
 import deqseq as dq
-from deqseq.integrations.huggingface import DeqseqConfig
+from deqseq.integrations.huggingface import DeqseqConfig, configuration
 from deqseq.models.specification import DecoderLayers
 
 SOLVE = dq.SolveConfig(dq.Naive(), dq.Stop(rtol=1e-4, max_steps=30))
@@ -52,18 +54,16 @@ def test_an_implicit_llama():
     assert core.mlp_width == 42
     assert core.rope["rope_type"] == "llama3"
     assert solve is not None
-    assert solve.damping == 1.0
-    assert solve.rtol == 1e-4
-    assert solve.max_steps == 30
+    assert solve == SOLVE
 
 
 @pytest.mark.parametrize(
     ("family", "norms", "qk_norm", "biases"),
     [
-        ("llama", "pre", None, (False, False)),
-        ("qwen2", "pre", None, (True, False)),
-        ("qwen3", "pre", "head", (False, False)),
-        ("olmo2", "post", "all", (False, False)),
+        ("llama", "pre", None, ""),
+        ("qwen2", "pre", None, "qkv"),
+        ("qwen3", "pre", "head", ""),
+        ("olmo2", "post", "all", ""),
     ],
 )
 def test_the_layers_of_a_decoder(family, norms, qk_norm, biases):
@@ -77,7 +77,7 @@ def test_the_layers_of_a_decoder(family, norms, qk_norm, biases):
     assert found.coda.final_norm
     assert found.core.norms == norms
     assert found.core.qk_norm == qk_norm
-    assert (found.core.qkv_bias, found.core.o_bias) == biases
+    assert found.core.biases == biases
     assert not found.core.injection
 
 
@@ -96,33 +96,192 @@ def test_a_looped_model_has_a_slot_for_each_step():
     assert plan(saved(layers(), None)).steps == 1
 
 
+def overridden(config, **fields):
+    """The configuration that the server has after --hf-overrides."""
+    for name, value in fields.items():
+        check_name(name, value)
+        config = config | {name: changed(name, value, config)}
+    return config
+
+
 def test_an_override_changes_what_it_names():
     config = saved(layers(), eval_solve=replace(SOLVE, solver=dq.Relaxed(0.5)))
-    config["eval_solve"] = merged(config["eval_solve"], {"stop": {"max_steps": 8}})
+    config = overridden(config, eval_solve={"stop": {"max_steps": 8}})
     found = plan(config).solve
-    assert found is not None
-    assert found.damping == 0.5
-    assert found.rtol == 1e-4
-    assert found.max_steps == 8
-    config["eval_solve"] = merged(config["eval_solve"], {"solver": "Naive", "stop": {"rtol": 0}})
-    found = plan(config).solve
-    assert found is not None
-    assert found.damping == 1
-    assert not found.has_tolerance
+    assert found == replace(SOLVE, solver=dq.Relaxed(0.5), stop=dq.Stop(rtol=1e-4, max_steps=8))
+    config = overridden(config, eval_solve={"solver": "Naive", "stop": {"rtol": 0}})
+    assert plan(config).solve == replace(SOLVE, stop=dq.Stop(rtol=0, max_steps=8))
+
+
+def test_an_override_begins_from_solve_where_there_is_no_eval_solve():
+    config = overridden(saved(layers()), eval_solve={"stop": {"max_steps": 8}})
+    assert plan(config).solve == replace(SOLVE, stop=dq.Stop(rtol=1e-4, max_steps=8))
 
 
 @pytest.mark.parametrize(
-    ("named", "changes"),
+    ("field", "change", "remedy"),
     [
-        ("solver", {"solver": dq.Anderson()}),
-        ("sweep", {"sweep": dq.Sliding(8)}),
-        ("norm", {"stop": dq.Stop(norm="row")}),
-        ("start", {"start": dq.RandomStart()}),
+        ("solver", {"solver": dq.Anderson()}, {"solver": "Naive"}),
+        ("sweep", {"sweep": dq.Sliding(8)}, {"sweep": "Simultaneous"}),
+        ("stop.norm", {"stop": dq.Stop(norm="row")}, {"stop": {"norm": "token"}}),
+        ("start", {"start": dq.RandomStart()}, {"start": "zero"}),
     ],
 )
-def test_solves_that_are_not_served(named, changes):
-    with pytest.raises(ValueError, match=rf"solve\.(stop\.)?{named} must be .*--hf-overrides"):
-        plan(saved(layers(), replace(SOLVE, **changes)))
+def test_solves_that_are_not_served_are_by_the_override_that_the_error_names(field, change, remedy):
+    config = saved(layers(), replace(SOLVE, **change))
+    with pytest.raises(ValueError, match=rf"solve\.{field} must be .* to be served, got") as error:
+        plan(config)
+    (override,) = re.findall("--hf-overrides '(.*)'", str(error.value))
+    assert json.loads(override) == {"eval_solve": remedy}
+    assert plan(overridden(config, **json.loads(override))).solve is not None
+
+
+SOLVES = [
+    {"stop": {"max_step": 8}},
+    {"stop": {"rtol": -1}},
+    {"stop": {"rtol": "1e-2"}},
+    {"stop": {"rtol": float("nan")}},
+    {"stop": {"max_steps": 0}},
+    {"stop": {"max_steps": None}},
+    {"stop": {"check_every": 0}},
+    {"stop": {"divergence": 1}},
+    {"stop": {"norm": "rows"}},
+    {"stop": None},
+    {"stop": []},
+    {"solver": {"name": "Relaxed", "damping": 7}},
+    {"solver": {"name": "Relaxed", "dampin": 0.5}},
+    {"solver": "Naiv"},
+    {"solver": None},
+    {"sweep": "Simultanous"},
+    {"start": "zeros"},
+    {"start": None},
+    {"rtol": 1e-2},
+    {"stp": {}},
+    [],
+    "exactly",
+    8,
+]
+
+
+def library_error(**fields):
+    """What deqseq says to these fields."""
+    config = DeqseqConfig.from_specification(dq.LanguageModelSpec(50, layers(), SOLVE))
+    with pytest.raises((TypeError, ValueError)) as error:
+        for name, value in fields.items():
+            setattr(config, name, value)
+        config.specification()
+    return error.value
+
+
+@pytest.mark.parametrize("value", SOLVES, ids=repr)
+@pytest.mark.parametrize("name", ["solve", "eval_solve"])
+def test_settings_that_deqseq_refuses_are_refused_in_its_words(name, value):
+    expected, config = library_error(**{name: value}), saved(layers())
+    for refused in (
+        lambda: overridden(config, **{name: value}),
+        lambda: plan(config | {name: value}),
+    ):
+        with pytest.raises(type(expected), match=re.escape(str(expected))):
+            refused()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("injection", "concatenate"),
+        ("norm", "final"),
+        ("steps", "3"),
+        ("steps", 3),
+        ("vocab_size", 0),
+        ("tied", "yes"),
+        ("embedding_scale", -1.0),
+        ("logit_softcap", 0),
+    ],
+)
+def test_fields_that_deqseq_refuses_are_refused_in_its_words(name, value):
+    with pytest.raises((TypeError, ValueError)) as error:
+        dq.LanguageModelSpec(**{"vocab_size": 50, "backbone": layers(), name: value})
+    with pytest.raises(type(error.value), match=re.escape(str(error.value))):
+        plan(saved(layers()) | {FIELDS[name]: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("loop_start", "middle"),
+        ("backbone", {"name": "LlamaConfig", "d_modle": 16}),
+        ("backbone", {"name": "LlamaConfig", "d_model": 16, "norms": "none"}),
+        ("backbone", {"name": "Llama", "d_model": 16}),
+        ("prelude", {"name": "LlamaConfig", "d_model": 16}),
+    ],
+)
+def test_sections_that_deqseq_refuses_are_refused_in_its_words(name, value):
+    expected = library_error(**{name: value})
+    with pytest.raises(type(expected), match=re.escape(str(expected))):
+        plan(saved(layers()) | {name: value})
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "backbone"])
+@pytest.mark.parametrize("is_null", [False, True])
+def test_fields_that_a_model_must_have(name, is_null):
+    config = saved(layers())
+    del config[name]
+    if is_null:
+        config[name] = None
+    with pytest.raises(ValueError, match=rf"config\.json must have '{name}': save"):
+        plan(config)
+
+
+@pytest.mark.parametrize("name", ["model_type", "rope_parameters", "hidden_size"])
+def test_fields_that_a_decoder_must_have(name):
+    config = in_decoder("llama")
+    del config["decoder_config"][name]
+    with pytest.raises(ValueError, match=rf"decoder_config\.{name} must be given"):
+        plan(config)
+    with pytest.raises(TypeError, match=r"decoder_config must be a Mapping, got None"):
+        plan(config | {"decoder_config": None})
+
+
+@pytest.mark.parametrize("solve", [{}, {"eval_solve": None}])
+def test_what_is_missing_has_the_default_of_deqseq(solve):
+    config = {key: value for key, value in saved(layers()).items() if "solve" not in key}
+    with pytest.raises(ValueError, match=r"solve\.solver must be .* got Adaptive"):
+        plan(config | solve)
+
+
+def test_the_names_of_fields_are_those_of_deqseq():
+    known = {field.name for field in fields(DeqseqConfig)} | set(configuration.FROM_TRANSFORMERS)
+    assert known == {*FIELDS.values(), *OTHERS}
+    assert SECTIONS == configuration.SECTIONS
+    assert FIELDS == configuration.FIELDS
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("eval_sovle", {}, "did you mean 'eval_solve'"),
+        ("step", 3, "did you mean 'steps'"),
+        ("rtol", 1e-2, """eval_solve.stop, as in '{"eval_solve": {"stop": {"rtol": 0.01}}}'"""),
+        ("stop", {}, """eval_solve, as in '{"eval_solve": {"stop": {}}}'"""),
+        ("damping", 0.5, "it belongs in eval_solve.solver"),
+    ],
+)
+def test_unknown_fields_and_misplaced_ones(name, value, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        check_name(name, value)
+
+
+def test_every_field_of_a_llama_is_served_or_refused():
+    """A new field must be read by the plugin, or change nothing there; then it belongs here."""
+    read = {
+        *("d_model", "n_layers", "n_heads", "n_kv_heads", "headdim", "mlp_width", "rope_theta"),
+        *("rope_scaling", "norm_eps", "norms", "qk_norm", "qk_bias", "final_norm", "injection"),
+        *("skip_scale", "causal"),
+    }
+    training, numerical = {"dropout"}, {"weight_norm", "float32_rotary"}
+    not_causal = {"grid"}
+    names = {field.name for field in fields(dq.LlamaConfig)}
+    assert names == read | training | numerical | not_causal
 
 
 def test_models_that_are_not_served():
@@ -134,7 +293,7 @@ def test_models_that_are_not_served():
         plan(in_decoder("mistral", sliding_window=8))
     later = saved(layers())
     later["backbone"]["sinks"] = True
-    with pytest.raises(ValueError, match=r"backbone must be .* got the fields sinks"):
+    with pytest.raises(ValueError, match=r"backbone: LlamaConfig field 'sinks' is unknown"):
         plan(later)
     with pytest.raises(ValueError, match="key-value heads"):
         other = dq.LlamaConfig(16, n_heads=2, injection=False)

@@ -12,8 +12,10 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.llama import LlamaMLP
+from vllm.v1.attention.selector import get_attn_backend
 
-from deqseq_vllm.plan import Layers
+from deqseq_vllm.plan import NORMS, Layers
+from deqseq_vllm.requests import remembering
 
 
 class Stack(nn.Module):
@@ -74,14 +76,7 @@ class Block(nn.Module):
 
     def __init__(self, layers: Layers, config: VllmConfig, numbers: count, steps: int) -> None:
         super().__init__()
-        # where the norms stand: before and after attention, and alike around the feed-forward layer
-        before, after = {
-            "pre": (True, False),
-            "post": (False, True),
-            "sandwich": (True, True),
-            "closed": (True, True),
-            "outer": (False, True),
-        }[layers.norms]
+        before, after = NORMS[layers.norms]
 
         def norm(used: bool) -> nn.Module:
             return RMSNorm(layers.d_model, layers.norm_eps) if used else nn.Identity()
@@ -108,9 +103,9 @@ class SelfAttention(nn.Module):
     def __init__(self, layers: Layers, config: VllmConfig, numbers: count, steps: int) -> None:
         super().__init__()
         heads, width, quantization = layers.n_heads, layers.headdim, config.quant_config
-        self.qkv_proj = projection(layers, config, layers.qkv_bias)
+        self.qkv_proj = projection(layers, config, "q" in layers.biases)
         self.o_proj = RowParallelLinear(
-            heads * width, layers.d_model, bias=layers.o_bias, quant_config=quantization
+            heads * width, layers.d_model, bias="o" in layers.biases, quant_config=quantization
         )
         q_heads, kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.parts = (q_heads * width, kv_heads * width, kv_heads * width)
@@ -119,6 +114,8 @@ class SelfAttention(nn.Module):
             sizes = {"head": (width, width), "all": self.parts[:2]}[layers.qk_norm]
             self.q_norm, self.k_norm = (RMSNorm(size, layers.norm_eps) for size in sizes)
         longest = config.model_config.max_model_len
+        dtype, cache = config.model_config.dtype, config.cache_config.cache_dtype
+        backend = remembering(get_attn_backend(width, dtype, cache))
         self.rotary_emb = get_rope(width, longest, rope_parameters=dict(layers.rope))
         self.attn = nn.ModuleList(
             Attention(
@@ -129,6 +126,7 @@ class SelfAttention(nn.Module):
                 cache_config=config.cache_config,
                 quant_config=quantization,
                 prefix=f"model.layers.{next(numbers)}.self_attn.attn",
+                attn_backend=backend,
             )
             for _ in range(steps)
         )

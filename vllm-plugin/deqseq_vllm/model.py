@@ -1,7 +1,6 @@
 """The model that vLLM runs: prelude, core to its fixed point, coda; and how weights are loaded."""
 
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import count
 from typing import Any
 
@@ -19,9 +18,13 @@ from vllm.model_executor.models.llama import LlamaModel
 from vllm.model_executor.models.utils import AutoWeightsLoader
 from vllm.platforms import current_platform
 
+from deqseq import SolveConfig, take
+from deqseq_vllm.iterate import iterate
 from deqseq_vllm.layers import Stack
-from deqseq_vllm.plan import Plan, Solve, plan
+from deqseq_vllm.plan import Plan, plan
 from deqseq_vllm.report import Report
+from deqseq_vllm.requests import Requests
+from deqseq_vllm.weights import checked
 
 
 class DeqseqForCausalLM(nn.Module):
@@ -37,24 +40,26 @@ class DeqseqForCausalLM(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        config: Any = vllm_config.model_config.hf_config
-        self.plan, self.scale = plan(config.to_dict()), config.embedding_scale
+        self.plan = plan(vllm_config.model_config.hf_config.to_dict())
         check(self.plan, vllm_config)
-        numbers = count()
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        spec, width, numbers = self.plan.spec, self.plan.core.d_model, count()
+        self.embed_tokens = VocabParallelEmbedding(spec.vocab_size, width)
         self.prelude, self.coda = (
             None if part is None else Stack(part, vllm_config, numbers)
             for part in (self.plan.prelude, self.plan.coda)
         )
-        self.core = Stack(
-            self.plan.core, vllm_config, numbers, self.plan.steps, self.plan.injection
-        )
+        self.core = Stack(self.plan.core, vllm_config, numbers, self.plan.steps, spec.injection)
         self.lm_head = self.embed_tokens
-        if not config.tie_word_embeddings:
-            self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
-        self.logits_processor = LogitsProcessor(config.vocab_size, soft_cap=config.logit_softcap)
-        if self.plan.solve is not None and not vllm_config.model_config.enforce_eager:
-            self.core.compile(dynamic=True)  # one iteration, not the loop
+        if not spec.tied:
+            self.lm_head = ParallelLMHead(spec.vocab_size, width)
+        self.logits_processor = LogitsProcessor(spec.vocab_size, soft_cap=spec.logit_softcap)
+        eager = vllm_config.model_config.enforce_eager
+        self.in_graphs = not eager and not current_platform.is_cpu()
+        # of the core one iteration, not the loop; one with a slot for each step has many graphs
+        core = self.core if self.plan.steps == 1 else None
+        for part in (self.prelude, core, self.coda):
+            if part is not None and not eager:
+                part.compile(dynamic=True)
         self.report = Report()
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -72,86 +77,67 @@ class DeqseqForCausalLM(nn.Module):
     ) -> Tensor:
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        x = self.scale * inputs_embeds
+        x = self.plan.spec.embedding_scale * inputs_embeds
+        # a view of vLLM's buffer, which was made outside inference mode, needs graphs of its own
+        positions = positions.clone()
+        if get_forward_context().attn_metadata is None:  # vLLM measures memory, before it serves
+            self.run(positions[:1], x[:1])  # compiles the layers for one token, and then for many
+        return self.run(positions, x)
+
+    def run(self, positions: Tensor, x: Tensor) -> Tensor:
+        """The states before the head, of embedded tokens ``x``, ``(tokens, width)``."""
         if self.prelude is not None:
             x = self.prelude(positions, x)
         z = x if self.plan.start == "input" else torch.zeros_like(x)
         prepared = self.core.prepare(x)
-        if self.plan.solve is None:
+        if self.plan.solve is not None:
+            z = self.solve(self.plan.solve, positions, z, prepared)
+        else:
             for step in range(self.plan.steps):
                 z = self.core(positions, z, prepared, step)
-        else:
-            z = self.solve(self.plan.solve, positions, z, prepared)
         if self.coda is None:
             return z
-        if self.plan.norm_before_coda:
+        if self.plan.spec.norm == "coda":
             z = self.coda.norm(z)
         return self.coda(positions, z)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        placed = ((self.place(name), weight) for name, weight in folded(weights))
-        return AutoWeightsLoader(self).load_weights(placed, mapper=LlamaModel.hf_to_vllm_mapper)
+        """Load the saved weights; ValueError names one that is missing or does not fit."""
+        mapper = LlamaModel.hf_to_vllm_mapper
+        return AutoWeightsLoader(self).load_weights(checked(weights, self.plan), mapper=mapper)
 
-    def solve(self, solve: Solve, positions: Tensor, z: Tensor, prepared: Tensor | None) -> Tensor:
-        """Iterate the core until each request has converged; a request that has is frozen.
+    def solve(
+        self, config: SolveConfig, positions: Tensor, z: Tensor, prepared: Tensor | None
+    ) -> Tensor:
+        """The fixed points of the requests, or their values after a fixed number of iterations.
 
-        A token passes as :class:`deqseq.Stop` says: its change is within the tolerance, and has
-        fallen to half of its largest so far or is within the tolerance of its first state. A
-        request converges when all of its scheduled tokens pass in one iteration. Each iteration
-        writes keys and values to the same slots, so that those of the fixed point remain.
+        Each iteration writes keys and values to the same slots, so that those of the last one
+        remain.
         """
-        starts = self.request_starts()
-        if starts is None:  # vLLM measures its memory
+        if get_forward_context().attn_metadata is None:
             return self.core(positions, z, prepared)
-        if not solve.has_tolerance:
+        if self.in_graphs and not config.stop.has_tolerance:
             value = z
-            for _ in range(solve.max_steps):
+            for _ in range(config.stop.max_steps):
                 value = self.core(positions, z, prepared)
-                z = torch.lerp(z, value, solve.damping)
+                z = config.solver.step(z, value, None)[0]
             return value
-        tokens = torch.arange(len(z), device=z.device)
-        request = torch.searchsorted(starts[1:], tokens, right=True, out_int32=True)
-        # of each request, and at the end of the padding
-        done = torch.zeros(len(starts), dtype=torch.bool, device=z.device)
-        done[-1] = True
-        iterations, bound = torch.zeros_like(done, dtype=torch.int64), None
-        value = z
-        for step in range(1, solve.max_steps + 1):
-            value = self.core(positions, z, prepared)
-            change, size = (x.float().norm(dim=-1) for x in (value - z, value))
-            if bound is None:
-                bound = solve.rtol * size
-            bound = torch.maximum(bound, change / 2)
-            iterations += ~done
-            if step % solve.check_every == 0 or step == solve.max_steps:
-                passes = change <= solve.atol + torch.minimum(solve.rtol * size, bound)
-                failing = torch.zeros_like(iterations).index_add_(0, request, (~passes).long())
-                done |= failing == 0
-                if bool(done.all()):
-                    break
-            z = torch.where(done[request, None], z, torch.lerp(z, value, solve.damping))
+
+        def f(z: Tensor) -> Tensor:
+            return self.core(positions, z, prepared)
+
+        def keep(requests: Tensor, tokens: Tensor) -> None:
+            nonlocal positions, prepared
+            positions, prepared = take((positions, prepared), tokens)
+            batch.keep(requests, tokens)
+
+        layers: Any = self.core.layers
+        with Requests([layer.self_attn.attn[0].layer_name for layer in layers]) as batch:
+            lengths = batch.lengths
+            solved = iterate(f, z, lengths, config, keep)
         if get_tensor_model_parallel_rank() == 0:
-            self.report.add(starts, iterations, done)
-        return value
-
-    def request_starts(self) -> Tensor | None:
-        """Where the tokens of each request begin, and the end; None while memory is measured."""
-        metadata: Any = get_forward_context().attn_metadata
-        if metadata is None:
-            return None
-        first_layer: Any = self.core.layers[0]
-        return metadata[first_layer.self_attn.attn[0].layer_name].query_start_loc
-
-    def place(self, name: str) -> str:
-        """The name here of a saved weight."""
-        match = re.fullmatch(r"model\.core\.(?:(prelude|core|coda)\.)?(?:backbone\.)+(.+)", name)
-        if match is None:
-            return name.removeprefix("model.")
-        part, rest = match[1] or "core", match[2]
-        if getattr(self.plan, part).norms == "post":  # OLMo 2 gives its norms names of its own
-            rest = rest.replace("post_attention_layernorm.", "input_layernorm_2.")
-            rest = rest.replace("post_feedforward_layernorm.", "post_attention_layernorm_2.")
-        return f"{part}.{rest}"
+            self.report.add(lengths, solved, config.stop.has_tolerance)
+        return solved.value
 
 
 def check(parts: Plan, engine: VllmConfig) -> None:
@@ -161,11 +147,12 @@ def check(parts: Plan, engine: VllmConfig) -> None:
         raise ValueError(
             "tensor_parallel_size must be 1, for queries and keys are normalised over all heads"
         )
-    if parts.solve is None or not parts.solve.has_tolerance:
+    if parts.solve is None or not parts.solve.stop.has_tolerance:
         return
-    if 0 < parts.solve.rtol < torch.finfo(dtype).eps:
+    rtol = parts.solve.stop.rtol
+    if 0 < rtol < torch.finfo(dtype).eps:
         raise ValueError(
-            f"dtype must be float32 for a tolerance of {parts.solve.rtol:g}, which the states of "
+            f"dtype must be float32 for a tolerance of {rtol:g}, which the states of "
             f"{dtype} do not reach: pass --dtype float32, or a fixed number of iterations, "
             '--hf-overrides \'{"eval_solve": {"stop": {"rtol": 0, "max_steps": 8}}}\''
         )
@@ -174,18 +161,3 @@ def check(parts: Plan, engine: VllmConfig) -> None:
             "enforce_eager must be True, for a number of iterations that depends on the tokens is "
             "not one graph: pass --enforce-eager"
         )
-
-
-def folded(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Plain weights: where the saved ones are normalised, a magnitude times a direction."""
-    waiting: dict[str, dict[str, Tensor]] = {}
-    for name, weight in weights:
-        layer, normalised, part = name.partition(".parametrizations.weight.")
-        if not normalised:
-            yield name, weight
-            continue
-        pair = waiting.setdefault(layer, {})
-        pair[part] = weight
-        if len(pair) == 2:
-            magnitude, direction = pair["original0"], waiting.pop(layer)["original1"]
-            yield f"{layer}.weight", direction * (magnitude / direction.norm(dim=1, keepdim=True))

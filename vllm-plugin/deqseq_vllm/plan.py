@@ -1,18 +1,59 @@
-"""What a saved configuration asks for, as plain data; what is not served is refused by name."""
+"""What a saved configuration asks for, as deqseq reads it; refused by name if it is not served."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import fields as fields_of
 from typing import Any, NoReturn
+
+from deqseq import Naive, Relaxed, Simultaneous, SolveConfig, Stop
+from deqseq.arguments import check_known, check_type
+from deqseq.as_json import from_json, to_json
+from deqseq.backbones import LlamaConfig
+from deqseq.models import LanguageModelSpec
+from deqseq.models.specification import DecoderLayers
 
 Json = Mapping[str, Any]
 
-LLAMA = {
-    *("name", "d_model", "n_layers", "n_heads", "n_kv_heads", "headdim", "mlp_width", "rope_theta"),
-    *("rope_scaling", "norm_eps", "norms", "qk_norm", "qk_bias", "final_norm", "float32_rotary"),
-    *("dropout", "weight_norm", "injection", "skip_scale", "causal", "grid"),
+PARTS = ("prelude", "backbone", "coda")
+SECTIONS = dict.fromkeys(PARTS, "backbone")
+SECTIONS |= {"solve": "solve", "eval_solve": "solve", "loop_start": "start"}
+"""Fields that hold an object as JSON, and its kind."""
+FIELDS = {field.name: field.name for field in fields_of(LanguageModelSpec)}
+FIELDS |= {"tied": "tie_word_embeddings", "embedding_std": "initializer_range"}
+"""Fields of a specification, and their names in a configuration."""
+OTHERS = (
+    *(
+        "architectures",
+        "attn_implementation",
+        "auto_map",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+    ),
+    *("decoder_config", "deqseq_version", "distributed_config", "dtype", "eos_token_id"),
+    *("experts_implementation", "fusion_config", "gradient_checkpointing", "head_dim"),
+    *("hidden_size", "id2label", "is_encoder_decoder", "label2id", "max_position_embeddings"),
+    *("model_type", "name_or_path", "num_attention_heads", "num_hidden_layers"),
+    *("num_key_value_heads", "num_labels", "output_attentions", "output_hidden_states"),
+    *("pad_token_id", "problem_type", "quantization_config", "return_dict", "tokenizer_class"),
+    *("torch_dtype", "transformers_version", "transformers_weights", "use_cache"),
+)
+"""What else a saved configuration has: fields that tools read, and those of transformers."""
+NESTED = {
+    ("eval_solve",): SolveConfig,
+    ("eval_solve", "stop"): Stop,
+    ("eval_solve", "solver"): Relaxed,
 }
-"""Fields of a LlamaConfig that are read here or change nothing; others are of a later deqseq."""
+"""Where the settings of a solve belong."""
 FAMILIES = ("llama", "mistral", "olmo2", "qwen2", "qwen3")
+NORMS = {
+    "pre": (True, False),
+    "post": (False, True),
+    "sandwich": (True, True),
+    "closed": (True, True),
+    "outer": (False, True),
+}
+"""Whether norms stand before and after attention, and alike around the feed-forward layer."""
 ROTATIONS = ("default", "llama3")
 """Rotary frequencies that do not depend on the length of the text."""
 
@@ -21,8 +62,9 @@ ROTATIONS = ("default", "llama3")
 class Layers:
     """Transformer layers of one shape, in the terms of deqseq's LlamaConfig.
 
-    ``qk_norm`` normalises queries and keys each "head" by itself, or "all" together; ``injection``
-    enters queries, keys and values; ``rope`` is as vLLM takes it.
+    ``qk_norm`` normalises queries and keys each "head" by itself, or "all" together; ``biases``
+    names the projections that have one; ``injection`` enters queries, keys and values; ``rope`` is
+    as vLLM takes it.
     """
 
     n_layers: int
@@ -35,46 +77,31 @@ class Layers:
     norms: str
     final_norm: bool
     qk_norm: str | None
-    qkv_bias: bool
-    o_bias: bool
+    biases: str
     rope: Json
     injection: bool = False
     skip_scale: float = 1.0
 
 
 @dataclass(frozen=True)
-class Solve:
-    """A relaxed iteration, its tolerances and its budget; plain iteration has a damping of 1."""
-
-    damping: float
-    rtol: float
-    atol: float
-    max_steps: int
-    check_every: int
-
-    @property
-    def has_tolerance(self) -> bool:
-        """Whether the number of iterations depends on the tokens."""
-        return self.rtol > 0 or self.atol > 0
-
-
-@dataclass(frozen=True)
 class Plan:
-    """A whole model between embedding and head.
+    """A whole model: its specification, and the layers of its parts as vLLM builds them.
 
     ``solve`` is None where the core runs a fixed number of ``steps``, each with key-value slots of
-    its own. ``start`` is "zero" or "input"; ``injection``, "concat", "add" or "decay", enters the
-    core before its first layer.
+    its own. ``start`` is "zero" or "input".
     """
 
+    spec: LanguageModelSpec
     prelude: Layers | None
     core: Layers
     coda: Layers | None
-    injection: str | None
-    norm_before_coda: bool
-    start: str
-    steps: int
-    solve: Solve | None
+    start: Any
+    solve: SolveConfig | None
+
+    @property
+    def steps(self) -> int:
+        """Key-value slots of a token in each layer of the core."""
+        return self.spec.steps or 1
 
 
 def plan(config: Json) -> Plan:
@@ -87,97 +114,128 @@ def plan(config: Json) -> Plan:
         What has to be built and run.
 
     Raises:
-        ValueError: something that is not served: names the field, what it is, and what is served.
+        TypeError, ValueError: deqseq refuses the configuration, or something in it is not served:
+            names the field, what it is, and what is served.
     """
-    prelude, core, coda = (_layers(name, config) for name in ("prelude", "backbone", "coda"))
+    spec = specification(config)
+    parts = {name: _layers(name, config, spec) for name in PARTS}
+    core = parts["backbone"]
     assert core is not None
-    heads = {(part.n_kv_heads, part.headdim) for part in (prelude, core, coda) if part is not None}
+    heads = {(part.n_kv_heads, part.headdim) for part in parts.values() if part is not None}
     if len(heads) > 1:
         _refuse("backbone", "a core with the key-value heads of prelude and coda", sorted(heads))
-    solve = None
-    start_field, start = "loop_start", config["loop_start"]
-    if config["solve"] is not None:
-        solve = merged(config["solve"], config["eval_solve"] or {})
-        start_field, start = "solve.start", solve["start"]
+    solve = spec.eval_solve or spec.solve
+    start = spec.loop_start if solve is None else _check_solve(solve).start
     if start not in ("zero", "input"):
-        _refuse(start_field, '"zero" or "input"', start)
-    return Plan(
-        prelude,
-        core,
-        coda,
-        injection=config["injection"],
-        norm_before_coda=config["norm"] == "coda",
-        start=start,
-        steps=config["steps"] or 1,
-        solve=None if solve is None else _solve(solve),
-    )
+        _refuse("loop_start", '"zero" or "input"', start)
+    return Plan(spec, parts["prelude"], core, parts["coda"], start, solve)
 
 
-def merged(base: Any, change: Any) -> Any:
-    """``base`` with the fields that ``change`` names; an object with a name is replaced whole."""
-    if not isinstance(base, Mapping) or not isinstance(change, Mapping) or "name" in change:
-        return change
-    return {**base, **{key: merged(base.get(key), value) for key, value in change.items()}}
+def specification(config: Json) -> LanguageModelSpec:
+    """The model in deqseq's terms; its errors name the field as the configuration does."""
+    for name in ("vocab_size", "backbone"):
+        if config.get(name) is None:
+            raise ValueError(
+                f"config.json must have {name!r}: save the model again by save_pretrained"
+            )
+    named = {field: name for field, name in FIELDS.items() if name in config}
+    return LanguageModelSpec(**{field: section(name, config) for field, name in named.items()})
 
 
-def check_backbone(name: str, part: Json) -> None:
+def section(name: str, config: Json) -> Any:
+    """The value of a field, of a section as an object; ``eval_solve`` begins from ``solve``."""
+    value = config.get(name)
+    if name not in SECTIONS or value is None:
+        return value
+    base = section("solve", config) if name == "eval_solve" else None
+    return from_json(SECTIONS[name], value, f"DeqseqConfig.{name}", base)
+
+
+def changed(name: str, value: object, config: Json) -> Any:
+    """A section as JSON, with the fields that ``value`` leaves out as they are in ``config``."""
+    if value is None:
+        return None
+    base = section(name, config)
+    if base is None and name == "eval_solve":
+        base = section("solve", config)
+    made = from_json(SECTIONS[name], value, f"DeqseqConfig.{name}", base)
+    if name in PARTS:
+        check_backbone(name, made)
+    return to_json(made)
+
+
+def check_name(name: str, value: object) -> None:
+    """Refuse a field that no configuration has; of a solve's own field, say where it belongs."""
+    if name.startswith("_"):  # of transformers
+        return
+    for place, owner in NESTED.items():
+        if name in (field.name for field in fields_of(owner)) and name not in FIELDS:
+            *outer, inner = place
+            belongs = {inner: {name: value}}
+            for key in reversed(outer):
+                belongs = {key: belongs}
+            raise ValueError(
+                f"DeqseqConfig field {name!r} is unknown: it belongs in {'.'.join(place)}, as in "
+                f"'{json.dumps(belongs)}'"
+            )
+    check_known("DeqseqConfig field", name, (*FIELDS.values(), *OTHERS))
+
+
+def check_backbone(name: str, part: object) -> None:
     """Refuse layers without keys and values, for which vLLM asks before it builds a model."""
-    if part["name"] not in ("LlamaConfig", "DecoderLayers"):
-        _refuse(name, "a LlamaConfig or DecoderLayers", part["name"])
+    if not isinstance(part, LlamaConfig | DecoderLayers):
+        _refuse(name, "a LlamaConfig or DecoderLayers", type(part).__name__)
 
 
-def _solve(solve: Json) -> Solve:
-    solver, stop = _named(solve["solver"]), solve["stop"]
-    sweep = _named(solve["sweep"])["name"]
-    if solver["name"] not in ("Naive", "Relaxed"):
-        _refuse("solve.solver", "Naive or Relaxed", solver["name"])
-    if sweep != "Simultaneous":
-        _refuse("solve.sweep", "Simultaneous, of all tokens that the engine schedules", sweep)
-    if stop["norm"] != "token":
-        _refuse("solve.stop.norm", '"token"', stop["norm"])
-    damping = 1.0 if solver["name"] == "Naive" else solver.get("damping", 0.8)
-    return Solve(damping, stop["rtol"], stop["atol"], stop["max_steps"], stop["check_every"])
+def _check_solve(solve: SolveConfig) -> SolveConfig:
+    if not isinstance(solve.solver, Naive | Relaxed):
+        _override("solver", "Naive or Relaxed", solve.solver, '"Naive"')
+    if not isinstance(solve.sweep, Simultaneous):
+        served = "Simultaneous, of all tokens that the engine schedules"
+        _override("sweep", served, solve.sweep, '"Simultaneous"')
+    if solve.stop.norm != "token":
+        _override("stop.norm", '"token"', solve.stop.norm, '{"norm": "token"}')
+    if solve.start not in ("zero", "input"):
+        _override("start", '"zero" or "input"', solve.start, '"zero"')
+    return solve
 
 
-def _named(part: Any) -> Json:
-    """An object in a configuration, which may be only its name."""
-    return {"name": part} if isinstance(part, str) else part
-
-
-def _layers(name: str, config: Json) -> Layers | None:
-    part = config[name]
+def _layers(name: str, config: Json, spec: LanguageModelSpec) -> Layers | None:
+    part: Any = getattr(spec, name)
     if part is None:
         return None
     check_backbone(name, part)
-    if part["name"] == "DecoderLayers":
-        return _of_decoder(part, config["decoder_config"])
-    if unknown := ", ".join(sorted(part.keys() - LLAMA)):
-        known = "a LlamaConfig of a deqseq that this plugin knows"
-        _refuse(name, known, f"the fields {unknown}")
-    if not part.get("causal", True):
+    if isinstance(part, DecoderLayers):
+        return _of_decoder(part, config.get("decoder_config"))
+    if not part.causal:
         _refuse(f"{name}.causal", True, False)
-    iterated = name == "backbone" and (config["solve"] is not None or config["steps"] is not None)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": part["rope_theta"]}
-    if scaling := part["rope_scaling"]:
-        bounds = {key: scaling[key] for key in ("factor", "low_freq_factor", "high_freq_factor")}
-        rope = {**rope, **bounds, "rope_type": "llama3"}
-        rope["original_max_position_embeddings"] = scaling["original_length"]
-    same = ("n_layers", "d_model", "n_heads", "norm_eps", "norms", "final_norm")
+    iterated = name == "backbone" and (spec.solve is not None or spec.steps is not None)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": part.rope_theta}
+    if scaling := part.rope_scaling:
+        bounds = ("factor", "low_freq_factor", "high_freq_factor")
+        rope |= {"rope_type": "llama3"} | {key: getattr(scaling, key) for key in bounds}
+        rope["original_max_position_embeddings"] = scaling.original_length
+    same = ("n_layers", "d_model", "n_heads", "norm_eps", "norms", "final_norm", "skip_scale")
     return Layers(
-        **{key: part[key] for key in same},
-        n_kv_heads=part["n_kv_heads"] or part["n_heads"],
-        headdim=part["headdim"] or part["d_model"] // part["n_heads"],
-        mlp_width=part["mlp_width"] or int(8 * part["d_model"] / 3),
-        qk_norm="all" if part["qk_norm"] else None,
-        qkv_bias=part["qk_bias"],
-        o_bias=False,
+        **{key: getattr(part, key) for key in same},
+        n_kv_heads=part.kv_heads,
+        headdim=part.head_width,
+        mlp_width=part.mlp_width or int(8 * part.d_model / 3),
+        qk_norm="all" if part.qk_norm else None,
+        biases="qk" if part.qk_bias else "",
         rope=rope,
-        injection=part["injection"] and iterated and config["injection"] is None,
-        skip_scale=part.get("skip_scale", 1.0),
+        injection=part.injection and iterated and spec.injection is None,
     )
 
 
-def _of_decoder(part: Json, decoder: Json) -> Layers:
+def _of_decoder(part: DecoderLayers, decoder: Any) -> Layers:
+    check_type("decoder_config", decoder, Mapping)
+    needed = ("model_type", "rope_parameters", "num_attention_heads", "hidden_size")
+    for field in (*needed, "intermediate_size", "rms_norm_eps"):
+        if decoder.get(field) is None:
+            raise ValueError(
+                f"decoder_config.{field} must be given: save the model again by save_pretrained"
+            )
     family, rope = decoder["model_type"], decoder["rope_parameters"]
     served = {
         "model_type": FAMILIES,
@@ -193,27 +251,31 @@ def _of_decoder(part: Json, decoder: Json) -> Layers:
         served_types = f"of the type {' or '.join(ROTATIONS)}"
         _refuse("decoder_config.rope_parameters", served_types, rope["rope_type"])
     heads, width = decoder["num_attention_heads"], decoder["hidden_size"]
-    bias = decoder.get("attention_bias", False)
+    biases = "qkv" if family == "qwen2" else ""
     return Layers(
-        n_layers=part["end"] - part["first"],
+        n_layers=part.n_layers,
         d_model=width,
         n_heads=heads,
-        n_kv_heads=decoder["num_key_value_heads"] or heads,
+        n_kv_heads=decoder.get("num_key_value_heads") or heads,
         headdim=decoder.get("head_dim") or width // heads,
         mlp_width=decoder["intermediate_size"],
         norm_eps=decoder["rms_norm_eps"],
         norms="post" if family == "olmo2" else "pre",
-        final_norm=part["final_norm"],
+        final_norm=part.final_norm,
         qk_norm={"olmo2": "all", "qwen3": "head"}.get(family),
-        qkv_bias=bias or family == "qwen2",
-        o_bias=bias,
+        biases="qkvo" if decoder.get("attention_bias") else biases,
         rope=rope,
     )
 
 
-def _refuse(field: str, served: object, got: object) -> NoReturn:
-    remedy = "change it before save_pretrained"
-    if field.startswith("solve."):
-        override = '{"eval_solve": {"solver": "Naive"}}'
-        remedy += f", or for the server, as in --hf-overrides '{override}'"
-    raise ValueError(f"{field} must be {served} to be served, got {got}: {remedy}")
+def _override(field: str, served: str, got: object, value: str) -> NoReturn:
+    """Refuse a setting of the solve, which can be changed for one server."""
+    override = f'{{"eval_solve": {{"{field.partition(".")[0]}": {value}}}}}'
+    _refuse(f"solve.{field}", served, got, f", or for the server, by --hf-overrides '{override}'")
+
+
+def _refuse(field: str, served: object, got: object, remedy: str = "") -> NoReturn:
+    raise ValueError(
+        f"{field} must be {served} to be served, got {got}: "
+        f"change it before save_pretrained{remedy}"
+    )

@@ -3,16 +3,21 @@
 from functools import wraps
 from typing import Any
 
-import torch
+import numpy as np
 from prometheus_client import Counter
-from torch import Tensor
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from deqseq import Status
+from deqseq_vllm.iterate import Solved
+
 logger = init_logger("vllm.deqseq")
-TOKENS = Counter("deqseq_tokens", "Tokens that were solved for.")
-ITERATIONS = Counter("deqseq_iterations", "Iterations of these tokens.")
-FAILED = Counter("deqseq_tokens_not_converged", "Tokens whose request spent its budget.")
+COUNTERS = (
+    Counter("deqseq_tokens", "Tokens that were solved for."),
+    Counter("deqseq_iterations", "Iterations of these tokens."),
+    Counter("deqseq_tokens_not_converged", "Tokens whose request spent its budget or diverged."),
+    Counter("deqseq_tokens_diverged", "Tokens whose request diverged."),
+)
 
 
 class Report:
@@ -37,21 +42,26 @@ class Report:
 
         runners.execute_model = watched
 
-    def add(self, starts: Tensor, iterations: Tensor, done: Tensor) -> None:
-        """Add a solve: the starts of the requests, their iterations, and whether they converged."""
-        tokens = starts.diff()
-        numbers = torch.stack([tokens, tokens * iterations[:-1], tokens * ~done[:-1]], dim=1)
-        sums = numbers.sum(dim=0).tolist()
-        for counter, number in zip((TOKENS, ITERATIONS, FAILED), sums, strict=True):
-            counter.inc(number)
+    def add(self, lengths: np.ndarray, solved: Solved, has_tolerance: bool) -> None:
+        """Add a solve of requests with these ``lengths``; without a tolerance none can converge."""
+        diverged = solved.status == Status.DIVERGED
+        failed = diverged
+        if has_tolerance:
+            failed = solved.status != Status.CONVERGED
+        numbers = [lengths, lengths * solved.iterations, lengths * failed, lengths * diverged]
+        for counter, number in zip(COUNTERS, numbers, strict=True):
+            counter.inc(int(number.sum()))
+        if self.runner is None and failed.any():
+            logger.warning("%d of %d requests did not converge", failed.sum(), len(failed))
         names = [] if self.runner is None else self.runner.input_batch.req_ids
-        for name, new in zip(names, numbers.tolist(), strict=False):  # rows of padding may follow
-            earlier = self.requests.get(name, (0, 0, 0))
-            self.requests[name] = [a + b for a, b in zip(earlier, new, strict=True)]
+        for name, *new in zip(names, *numbers, strict=False):
+            earlier = self.requests.get(name, (0, 0, 0, 0))
+            self.requests[name] = [a + int(b) for a, b in zip(earlier, new, strict=True)]
 
     def finish(self, name: str) -> None:
-        """Log a request that has ended."""
-        tokens, iterations, failed = self.requests.pop(name, (0, 0, 0))
+        """Log a request that has ended, as a warning if some of its tokens did not converge."""
+        tokens, iterations, failed, diverged = self.requests.pop(name, (0, 0, 0, 0))
         if tokens:
-            message = "request %s: %d tokens, %.1f iterations each, %d not converged"
-            logger.info(message, name, tokens, iterations / tokens, failed)
+            log = logger.warning if failed else logger.info
+            message = "request %s: %d tokens, %.1f iterations each, %d not converged, %d diverged"
+            log(message, name, tokens, iterations / tokens, failed, diverged)

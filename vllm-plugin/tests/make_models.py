@@ -4,6 +4,7 @@ Runs where deqseq is installed. ``compare.py`` reads the folder where vLLM is.
 """
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -76,6 +77,31 @@ def retrofitted(family: str, injection: str = "concat", **options: Any) -> dq.Ca
     return contracting(
         retrofit(model, prelude=1, core=2, coda=1, injection=injection, eval_solve=NAIVE)
     )
+
+
+def failing() -> dq.CausalLM:
+    """A model in which token 2 makes a request diverge, and token 3 makes it oscillate; token 4 is
+    not a number.
+
+    The state's last two channels belong to these tokens: no layer writes to them, and the map
+    doubles one and turns the sign of the other.
+    """
+    backbone = llama(injection=False, weight_norm=False, final_norm=False)
+    lm = implicit(NAIVE, backbone=backbone, injection="concat", tied=False)
+    core: Any = lm.model
+    with torch.no_grad():
+        state = core.backbone.injection.weight[:, :WIDTH]
+        state[-2:], state[:, -2:] = 0, 0
+        state[-2, -2], state[-1, -1] = 2, -1
+        for layer in core.backbone.backbone.layers:
+            layer.self_attn.o_proj.weight[-2:] = 0
+            layer.mlp.down_proj.weight[-2:] = 0
+        tokens, head = lm.embedding.weight, lm.head
+        tokens[:, -2:] = 0
+        tokens[2, -2], tokens[3, -1], tokens[4] = 1, 1, math.nan
+        assert head is not None
+        head.weight[:5] = 0  # are not chosen
+    return lm
 
 
 def slot_per_step(lm: dq.CausalLM, steps: int) -> dq.CausalLM:
@@ -188,6 +214,9 @@ def main(folder: Path) -> None:
             rows = reference(lm, prompts, stop=dq.Stop.exactly(8), sweep=dq.Simultaneous())
             (folder / name / "exactly.json").write_text(json.dumps(rows))
         print(name, flush=True)
+    lm, usual = failing(), [batch + 5 * (batch < 5) for batch in prompts[:8]]
+    from_causal_lm(lm, bos_token_id=0, eos_token_id=1).save_pretrained(folder / "failing")
+    (folder / "failing" / "usual.json").write_text(json.dumps(reference(lm, usual)))
     refused = dq.LanguageModelSpec(VOCABULARY, dq.Mamba2Config(WIDTH, headdim=32))
     from_causal_lm(refused.build()).save_pretrained(folder / "refused-mamba2")
     refused = dq.LanguageModelSpec(VOCABULARY, llama(), replace(NAIVE, solver=dq.Anderson()))
