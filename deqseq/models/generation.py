@@ -125,7 +125,7 @@ class InWindow:
         self._steps = min(stop.check_every, stop.max_steps)  # evaluations between two choices
         self._window = Window(stop, solver, rows, width)
         self._start: Start | Tensor = start  # where the next evaluation is
-        self._memory: Any = None  # of the solver, from its first step on
+        self._memory: Any = None  # the solver's, from its first step on
 
     def evaluate(self, x: Sequence) -> tuple[States, Tensor]:
         self.evaluations += self._steps
@@ -147,13 +147,13 @@ class InWindow:
         self._window.fresh |= ~self._sound  # a token that diverged, on a wrong guess, begins again
         counts = np.logical_and.accumulate(passed & inputs_are_right, axis=1).sum(axis=1)
         age = self.evaluations - self._window.moved_at
-        late = (counts == 0) & (age + self._steps > self._stop.max_steps)
+        spent = (counts == 0) & (age + self._steps > self._stop.max_steps)
         diverged = (counts == 0) & ~self._sound[:, 0]
-        status = np.where(late, Status.MAX_STEPS_REACHED, Status.CONVERGED)
+        status = np.where(spent, Status.MAX_STEPS_REACHED, Status.CONVERGED)
         status = np.where(diverged, Status.DIVERGED, status)
         iterations = self.evaluations - self._window.known_since
         updates = np.full_like(counts, self.width * self._steps)
-        return Verdict(np.where(late | diverged, 1, counts), status, iterations, updates)
+        return Verdict(np.where(spent | diverged, 1, counts), status, iterations, updates)
 
     def move(self, counts: np.ndarray, changed: np.ndarray, stay: np.ndarray) -> None:
         now, window, device = self._latest, self._window, self._latest.states.device
@@ -202,7 +202,7 @@ class _Record:
     ) -> None:
         self._callback, self._device = callback, device
         self._added: list[tuple[np.ndarray, ...]] = []
-        # of each row; the status is the worst of its tokens
+        # one for each row; the status is the worst of its tokens
         self.lengths, self.status, self.updates, self.guessed = np.zeros((4, batch), dtype=np.int64)
 
     def add(
@@ -305,22 +305,32 @@ def generate(
         decoder.move(counts, changed, stay)
         rows, inputs = rows[stay], inputs[stay]
         if in_prompt:
-            in_prompt, prompt_cache = False, decoder.cache
-            decoder = OneByOne(weighted, prompt_cache, for_token)
-            if config is not None and width > 1:
-                stop, start = config.stop, config.start
-                if core is not model:
-                    # the layers around the core run for each choice, which costs more than it gains
-                    stop = replace(stop, check_every=max(2, stop.check_every))
-                decoder = InWindow(
-                    weighted, config.solver, stop, start, prompt_cache, len(rows), width
-                )
+            in_prompt = False
+            decoder = _after_prompt(weighted, config, for_token, decoder.cache, len(rows), width)
         x = embed(on_device(inputs, device))
     if core is None or config is None:
         return record.generation(pad_token, None)
     if width > 1:  # one by one, the model warns
         core.warn_once(record.status, config.stop)
     return record.generation(pad_token, 0 if in_prompt else decoder.evaluations)
+
+
+def _after_prompt(
+    model: Model,
+    config: SolveConfig | None,
+    options: dict[str, Any],
+    cache: Cache,
+    rows: int,
+    width: int,
+) -> OneByOne | InWindow:
+    """What evaluates new tokens: a window that is iterated, or one token after another."""
+    if config is None or width == 1:
+        return OneByOne(model, cache, options)
+    stop = config.stop
+    if solved_part(model) is not model:
+        # the layers around the core run for each choice, which costs more than it gains
+        stop = replace(stop, check_every=max(2, stop.check_every))
+    return InWindow(model, config.solver, stop, config.start, cache, rows, width)
 
 
 def up_to_stop(
@@ -341,10 +351,10 @@ def _next_inputs(
     z, z: where nothing has been chosen yet, the token before is guessed to follow itself, and is
     always new.
     """
-    known = np.concatenate([inputs[:, :1], tokens], axis=1)
+    shifted = np.concatenate([inputs[:, :1], tokens], axis=1)
     source = np.minimum(counts[:, None] + np.arange(width), inputs.shape[1])
     before = np.concatenate([inputs, np.full_like(inputs[:, :1], -1)], axis=1)
-    after = np.take_along_axis(known, source, axis=1)
+    after = np.take_along_axis(shifted, source, axis=1)
     return after, after != np.take_along_axis(before, source, axis=1)
 
 
