@@ -93,7 +93,8 @@ def extrapolation(
     Args:
         model: a language model around an :class:`~deqseq.ImplicitModel`, alone or between layers.
         ids: at least two different prompts, ``(batch, length)``.
-        targets: what is scored, as in :class:`~deqseq.CausalLM`. Default: the next of the ``ids``.
+        targets: what is scored, as in :class:`~deqseq.CausalLM`, ``(batch, length)``. Default: the
+            next of the ``ids``.
         mask: bool, True at real tokens, ``(batch, length)``. Default: no padding.
         trained: iterations in training. Default: the budget of the model's training solve.
         solve: replaces the model's :class:`~deqseq.SolveConfig`, but for sweep and stopping rule.
