@@ -29,6 +29,8 @@ import torch
 from jaxtyping import AbstractArray
 from torch import Tensor
 
+from deqseq.types import is_dense
+
 T = TypeVar("T")
 
 
@@ -72,6 +74,9 @@ class Instance(Wanted):
     """An object of a class."""
 
     kind: type
+
+    def is_kind(self, value: object) -> bool:
+        return super().is_kind(value) and (self.kind is not Tensor or is_dense(value))
 
     def __str__(self) -> str:
         name = self.kind.__name__
@@ -235,7 +240,7 @@ def check_known(what: str, name: object, known: Collection[str]) -> None:
 
 def check_like(name: str, value: object, like: Tensor, what: str) -> None:
     """Refuse what ``name`` returned unless it is a tensor as ``like`` is."""
-    if not isinstance(value, Tensor):
+    if not is_dense(value):
         raise TypeError(f"what {name} returns must be a Tensor like {what}, got {shown(value)}")
     if value.shape != like.shape or value.device != like.device:
         wanted, got = (f"{tuple(x.shape)} on {x.device}" for x in (like, value))
@@ -254,9 +259,9 @@ def check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
     check_type(name, ids, Tensor)
     if ids.dtype != torch.int64:
         raise TypeError(f"{name} must be int64, got {ids.dtype}: write {name}.long()")
-    if ids.ndim != 2 or 0 in ids.shape:
-        shape = tuple(ids.shape)
-        raise ValueError(f"{name} must have shape (batch, length), neither of them 0, got {shape}")
+    if ids.ndim != 2 or 0 in ids.shape or ids.is_meta:
+        wanted = "shape (batch, length), neither of them 0, and values"
+        raise ValueError(f"{name} must have {wanted}, got {tuple(ids.shape)} on {ids.device}")
     # an exported model does not check values; under vmap there are none, and the solve refuses it
     torch_c: Any = torch._C
     if torch.compiler.is_compiling() or torch_c._functorch.is_batchedtensor(ids):
@@ -275,7 +280,8 @@ def suggestion(name: object, known: Iterable[object]) -> str:
 def shown(value: object) -> str:
     """A value in an error, without the numbers of a tensor or the layers of a model."""
     if isinstance(value, Tensor):
-        return f"a tensor of {value.dtype} {tuple(value.shape)}"
+        layout = "" if is_dense(value) else f" in {value.layout}"
+        return f"a tensor of {value.dtype} {tuple(value.shape)} on {value.device}{layout}"
     if inspect.isfunction(value):
         return f"{value.__name__}{inspect.signature(value)}"
     text = repr(value)

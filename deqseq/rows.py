@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from deqseq.arguments import shown
 from deqseq.types import RowIndex
 
 T = TypeVar("T")
@@ -48,9 +49,8 @@ def take(tree: T, rows: RowIndex) -> T:
         tensor([3])
     """
     if isinstance(tree, Tensor):
-        if not isinstance(rows, Tensor) or rows.dtype != torch.int64:
-            got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
-            raise TypeError(f"rows must be positions in an int64 tensor, got {got}")
+        if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.ndim != 1:
+            raise TypeError(f"rows must be positions in an int64 tensor (rows,), got {shown(rows)}")
         return cast(T, tree.index_select(0, rows))
     method = _take_rows(tree)
     return method(rows) if method is not None else _mapped(lambda part: take(part, rows), tree)

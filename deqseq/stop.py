@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from deqseq.arguments import AtLeast, Within, checked, versions
-from deqseq.types import Residual, State
+from deqseq.arguments import AtLeast, Within, checked, shown, versions
+from deqseq.types import Residual, State, is_dense
 
 LARGEST = torch.finfo(torch.float32).max
 Numbers = Any
@@ -249,16 +249,13 @@ class Stop:
 def _measured(rule: Rule, z: State, fz: State) -> tuple[Residual, Residual]:
     """The residuals of a rule, checked, with a scale of 1."""
     version = versions(z, fz)
-    residual, shape = rule.residual(z, fz), token_norms(fz).shape
+    residual, norms = rule.residual(z, fz), token_norms(fz)
     if versions(z, fz) != version:
         raise ValueError(f"{type(rule).__name__}.residual must not change z or fz in place")
-    if not isinstance(residual, Tensor):
-        got = type(residual).__name__
-    else:
-        got = f"{residual.dtype} {tuple(residual.shape)}"
-    is_tensor = isinstance(residual, Tensor) and residual.is_floating_point()
-    if not is_tensor or residual.shape != shape:
-        wanted = f"floating-point {tuple(shape)}"
+    fits = is_dense(residual) and residual.is_floating_point()
+    if not fits or residual.shape != norms.shape or residual.device != norms.device:
+        wanted = f"floating-point {tuple(norms.shape)}"
+        got = shown(residual)
         raise TypeError(f"{type(rule).__name__}.residual must return {wanted}, got {got}")
     # a token that the map does not move has converged: at padding, a relative residual is 0 / 0
     residual = residual.to(torch.promote_types(fz.dtype, torch.float32))

@@ -1,8 +1,9 @@
 """The shapes that the whole library speaks of, named once."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
+import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
@@ -35,3 +36,8 @@ FixedPointMap = Callable[..., Any]
 """A map ``z -> f(z)``, or ``(z, args) -> f(z, args)``, that keeps the shape; its fixed point is
 ``z* = f(z*)``.
 """
+
+
+def is_dense(value: object) -> TypeGuard[Tensor]:
+    """Whether it is a tensor, and of the usual layout."""
+    return isinstance(value, Tensor) and value.layout == torch.strided

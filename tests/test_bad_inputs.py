@@ -154,3 +154,68 @@ def test_the_calls_work():
 @pytest.mark.usefixtures("unchecked")
 def test_bad_inputs_are_named():
     assert_clear(list(everything()), 700)
+
+
+def made():
+    return dq.CausalLM(6, dq.ImplicitModel(dq.Affine(4)), tied=False)
+
+
+def replaced(name, value):
+    lm = made()
+    setattr(lm.model if hasattr(type(lm.model), name) or name == "backbone" else lm, name, value)
+
+
+def returning(name, value):
+    """A model whose embedding or head returns something else."""
+    lm = made()
+    getattr(lm, name).forward = lambda x: value
+    return lm(IDS)
+
+
+def cache_of(backbone):
+    return dq.ImplicitModel(backbone)(X, return_cache=True).cache
+
+
+LLAMA = dq.LlamaConfig(4, n_heads=2)
+TABLES = torch.arange(3)[None], torch.ones(2), torch.float32
+CURRICULUM = training.Curriculum((training.free(),))
+RECORD = CURRICULUM.record(0.5)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("x", lambda: made().model(X.to_sparse())),
+        ("input_ids", lambda: made()(IDS.to_sparse())),
+        ("input_ids", lambda: made().embed(IDS.float())),
+        ("tokens", lambda: tasks.prefix_products(tasks.parse_group("Z9"), IDS.to("meta"))),
+        ("states", lambda: made().logits(X[..., :3])),
+        ("states", lambda: made().logits(None)),
+        ("embedding", lambda: returning("embedding", X[:1])),
+        ("head", lambda: returning("head", X[..., :1])),
+        ("head", lambda: replaced("head", 3)),
+        ("backbone", lambda: replaced("backbone", nn.Linear(4, 4))),
+        ("solve", lambda: replaced("solve", nn.Linear(4, 4))),
+        ("tokens", lambda: cache_of(dq.Affine(4)).reserve(-1)),
+        ("tokens", lambda: cache_of(dq.Llama(LLAMA)).reserve("text")),
+        ("tokens", lambda: cache_of(dq.Llama(LLAMA)).crop(None)),
+        ("rows", lambda: dq.take(X, torch.tensor(0))),
+        ("f", lambda: dq.Phantom().attach(3, X)),
+        ("z_star", lambda: dq.Implicit().attach(square, None)),
+        ("f", lambda: diagnostics.spectral_radius(lambda: X, X)),
+        ("f", lambda: training.jacobian_regularisation(lambda: X, X)),
+        ("value", lambda: training.check_finite(torch.ones((), device="meta"), step=1)),
+        (
+            "record",
+            lambda: CURRICULUM.resumed(RECORD | {"curriculum": 3}),
+        ),
+        ("theta", lambda: layers.rotary_frequencies(4, "text")),
+        ("positions", lambda: layers.rotary_tables(TABLES[0][0], *TABLES[1:])),
+        ("frequencies", lambda: layers.rotary_tables(TABLES[0], TABLES[1].long(), TABLES[2])),
+        ("LlamaBlock.d_model", lambda: layers.LlamaBlock(layers.Attention(4, 1, 1, 4), 0, 4)),
+    ],
+)
+def test_what_torch_would_refuse_later_or_not_at_all(name, call):
+    with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
+        call()

@@ -164,6 +164,7 @@ SPOILED: dict[str, Callable[[Tensor], Any]] = {
     "two dimensions": lambda x: x[..., 0],
     "four dimensions": lambda x: x[None],
     "another device": lambda x: x.to("meta"),
+    "sparse": lambda x: x.to_sparse(),
 }
 """What a part of the user's returns instead of a tensor."""
 

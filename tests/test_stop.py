@@ -112,6 +112,8 @@ BAD_RULES = {
     "bool": lambda difference: difference.norm(dim=-1) < 1,
     "number": lambda difference: 0.0,
     "None": lambda difference: None,
+    "sparse": lambda difference: difference.norm(dim=-1).to_sparse(),
+    "another device": lambda difference: difference.norm(dim=-1).to("meta"),
 }
 
 

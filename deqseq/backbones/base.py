@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from deqseq.arguments import Instance, Within, check_like, check_type, shown
+from deqseq.arguments import AtLeast, Instance, Within, check_like, check_type, checked, shown
 from deqseq.layers import RMSNorm, apply_weight_norm, dropout_mask
 from deqseq.layers.weight_norm import has_weight_norm
 from deqseq.rows import take, tensors_of
@@ -36,7 +36,8 @@ class Cache:
         """Everything that is kept, for comparing and saving; rows first."""
         return tensors_of(self)
 
-    def reserve(self, tokens: int, /) -> "Cache":
+    @checked
+    def reserve(self, tokens: Annotated[int, AtLeast(0)], /) -> "Cache":
         """The same cache, prepared for a solve of the next ``tokens``."""
         return self
 

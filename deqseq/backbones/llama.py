@@ -4,13 +4,21 @@ import math
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from threading import get_ident
+from typing import Annotated
 
 import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deqseq.arguments import PositiveFloat, PositiveInt, Probability, checked
+from deqseq.arguments import (
+    AtLeast,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    check_integer,
+    checked,
+)
 from deqseq.backbones.base import BlockStack, Cache, Inputs, SkipScale, check_cache
 from deqseq.layers import (
     Attention,
@@ -174,7 +182,8 @@ class LlamaCache(Cache):
         after = torch.arange(tokens, device=self.layers[0].keys.device)[None]
         return after + (self.length if self.counts is None else self.counts[:, None])
 
-    def reserve(self, tokens: int) -> "LlamaCache":
+    @checked
+    def reserve(self, tokens: Annotated[int, AtLeast(0)]) -> "LlamaCache":
         """The same cache with room for ``tokens`` more, and their attention mask."""
         free = self.writable
         if self.ahead == tokens and free:
@@ -190,10 +199,7 @@ class LlamaCache(Cache):
     def crop(self, tokens: int, /) -> "LlamaCache":
         """The same cache without the last ``tokens`` of each row; the next solve copies it."""
         shortest = self.length if self.counts is None else int(self.counts.min())
-        if not 0 <= tokens <= shortest:
-            raise ValueError(
-                f"tokens must be 0 to {shortest}, those of the shortest row, got {tokens}"
-            )
+        check_integer("tokens", tokens, 0, shortest)
         if tokens == 0:
             return self
         length = self.length - tokens

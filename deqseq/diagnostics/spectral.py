@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
-from deqseq.arguments import AtLeast, Within, checked
+from deqseq.arguments import AtLeast, Within, check_callable, checked
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.diagnostics.reports import check_call, text_table
 from deqseq.layers import with_weights
@@ -116,6 +116,7 @@ def spectral_radius(f: FixedPointMap, z_star: State, *, products: Products = 32)
         >>> report.radius, report.damped(0.5)
         (tensor([0.9000]), tensor([0.6727]))
     """
+    check_callable("f", f, 1)
     check_start("z_star", z_star)
     generator = torch.Generator().manual_seed(0)
     values, error, fz, _ = _eigenvalues(lambda z: (f(z), None), z_star, products, generator)

@@ -72,6 +72,7 @@ class Implicit(AttachedGradient):
     throw: bool = False
     report: Callable[[Solution], None] | None = None
 
+    @checked
     def attach(self, f: Callable[[State], State], z_star: State) -> State:
         z = z_star.detach().requires_grad_(torch.is_grad_enabled())
         fz = f(z)

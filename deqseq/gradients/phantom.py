@@ -56,6 +56,7 @@ class Phantom(AttachedGradient):
     damping: Annotated[float, Within("(0, 1]")] = 0.8
     checkpoint: bool = False
 
+    @checked
     def attach(self, f: Callable[[State], State], z_star: State) -> State:
         f = checkpointed(f) if self.checkpoint else f
         z = z_star.detach()
@@ -92,5 +93,6 @@ class OneStep(AttachedGradient):
         2.0
     """
 
+    @checked
     def attach(self, f: Callable[[State], State], z_star: State) -> State:
         return f(z_star.detach())

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deqseq.arguments import AtLeast, PositiveInt, Probability, checked
+from deqseq.arguments import AtLeast, PositiveInt, Probability, Within, checked
 from deqseq.layers.attention import Attention, Injected, KeyValues, Past
 from deqseq.layers.mamba2_mixer import Mamba2Mixer, MixerAux, MixerState
 from deqseq.layers.rms_norm import Channels, RMSNorm
@@ -69,9 +69,9 @@ class Mamba2Block(nn.Module):
     def __init__(
         self,
         mixer: Mamba2Mixer,
-        d_model: int,
+        d_model: PositiveInt,
         mlp_width: Annotated[int, AtLeast(0)] = 0,
-        norm_eps: float = 1e-5,
+        norm_eps: Annotated[float, Within("[0, inf)")] = 1e-5,
     ) -> None:
         super().__init__()
         self.norm = RMSNorm(d_model, norm_eps)
@@ -138,9 +138,9 @@ class LlamaBlock(nn.Module):
     def __init__(
         self,
         attention: Attention,
-        d_model: int,
-        mlp_width: int,
-        norm_eps: float = 1e-5,
+        d_model: PositiveInt,
+        mlp_width: PositiveInt,
+        norm_eps: Annotated[float, Within("[0, inf)")] = 1e-5,
         norms: Norms = "pre",
     ) -> None:
         super().__init__()

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from deqseq.arguments import PositiveFloat, PositiveInt, Within, checked
+from deqseq.arguments import AtLeast, PositiveFloat, PositiveInt, Within, checked, shown
 
 
 @checked
@@ -53,9 +53,10 @@ RotaryTables = tuple[RotaryTable, RotaryTable]
 """Cosines and sines of the angles; sines are negative in the first half of the channels."""
 
 
+@checked
 def rotary_frequencies(
-    headdim: int,
-    theta: float,
+    headdim: Annotated[int, AtLeast(2)],
+    theta: PositiveFloat,
     scaling: RotaryScaling | None = None,
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
@@ -85,6 +86,7 @@ def rotary_frequencies(
     return share * plain + (1 - share) * plain / scaling.factor
 
 
+@checked
 def rotary_tables(
     positions: Int64[Tensor, "batch length *axes"],
     frequencies: Float[Tensor, " half"],
@@ -105,6 +107,10 @@ def rotary_tables(
         >>> rotary_tables(torch.tensor([[0, 1]]), torch.tensor([0.5]), torch.float32)[0][0, 1]
         tensor([[0.8776, 0.8776]])
     """
+    if not frequencies.is_floating_point() or frequencies.ndim != 1:
+        raise TypeError(f"frequencies must be floating-point (half,), got {shown(frequencies)}")
+    if positions.ndim not in (2, 3) or positions.dtype != torch.int64:
+        raise ValueError(f"positions must be int64 (batch, length), got {shown(positions)}")
     angles = positions.to(frequencies.dtype)[..., None] * frequencies
     angles = angles.flatten(2)[:, :, None]
     cos, sin = angles.cos(), angles.sin()

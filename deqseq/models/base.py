@@ -44,7 +44,12 @@ class Model(nn.Module, ABC):
 
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_setting(self, name)
-        super().__setattr__(name, value)
+        if name == "backbone":
+            check_type(f"{type(self).__name__}.backbone", value, Backbone)
+        if name in SETTINGS:  # a property, which nn.Module would not call for a module
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     @abstractmethod
     def evaluate(

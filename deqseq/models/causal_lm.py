@@ -18,6 +18,7 @@ from deqseq.arguments import (
     check_like,
     check_type,
     checked,
+    shown,
 )
 from deqseq.backbones.base import Cache, check_narrow
 from deqseq.config import SolveConfig, SolveFields
@@ -30,7 +31,7 @@ from deqseq.models.padding import check_mask
 from deqseq.models.recurrent_depth import check_adapters, solved_part
 from deqseq.models.sampler import Sampler, Seed
 from deqseq.step import Callback
-from deqseq.types import Mask, Sequence
+from deqseq.types import Mask, Sequence, is_dense
 
 Tokens = Integer[Tensor, "batch length"]
 """Ids of tokens, of any integer dtype."""
@@ -108,7 +109,8 @@ class CausalLM(nn.Module):
                 check_narrow("model", core.backbone)
         if name == "peft_config":
             check_adapters(self.model, value)
-        if name in ("embedding", "head") and isinstance(value, nn.Module):
+        if name in ("embedding", "head") and value is not None:
+            check_type(f"CausalLM.{name}", value, nn.Module)
             check_type(f"the weight of CausalLM.{name}", getattr(value, "weight", None), Tensor)
         if name == "embedding":
             size = getattr(value, "num_embeddings", None)
@@ -269,10 +271,16 @@ class CausalLM(nn.Module):
         """Compile the blocks of the model with ``torch.compile``, which takes the ``options``."""
         self.model.compile(**options)
 
+    @checked
     def embed(self, input_ids: Tokens) -> Sequence:
         """The input of the model: ``input_ids``, ``(batch, length)``, embedded and scaled."""
-        return scaled(self.embedding(input_ids), self.embedding_scale)
+        x = self.embedding(check_integers("input_ids", input_ids))
+        wanted = (*input_ids.shape, self.model.d_model)
+        if not is_dense(x) or x.shape != wanted:
+            raise TypeError(f"CausalLM.embedding must return a Tensor {wanted}, got {shown(x)}")
+        return scaled(x, self.embedding_scale)
 
+    @checked
     def logits(self, states: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
         """The logits of final ``states``, ``(..., d_model)``.
 
@@ -280,6 +288,8 @@ class CausalLM(nn.Module):
             TypeError, ValueError: the head's weight has another dtype or shape, or it has a bias.
         """
         embedding = self.embedding.weight
+        if states.shape[-1:] != embedding.shape[1:]:
+            raise ValueError(f"states must be (..., {embedding.shape[1]}), got {shown(states)}")
         weight = embedding if self.head is None else self.head.weight
         if weight.shape != embedding.shape:
             raise ValueError(
@@ -292,7 +302,13 @@ class CausalLM(nn.Module):
             )
         if self.head is not None and self.head.bias is not None:
             raise ValueError("head must have no bias, got one: make it with bias=False")
-        logits = F.linear(states, weight) if self.head is None else self.head(states)
+        if self.head is None:
+            return capped(F.linear(states, weight), self.logit_softcap)
+        logits, wanted = self.head(states), (*states.shape[:-1], len(weight))
+        fits = is_dense(logits) and logits.is_floating_point() and logits.shape == wanted
+        if not fits or logits.device != states.device:
+            wanted = f"a floating-point Tensor {wanted} on {states.device}"
+            raise TypeError(f"CausalLM.head must return {wanted}, got {shown(logits)}")
         return capped(logits, self.logit_softcap)
 
     def _token_ids(self, input_ids: Tensor) -> Int64[Tensor, "batch length"]:
@@ -343,6 +359,13 @@ def capped(logits: Float[Tensor, "*rows vocab"], cap: float | None) -> Float[Ten
 def as_int64(ids: Tensor) -> Tensor:
     """Integers of any dtype as int64; other tensors are refused where they are checked."""
     return ids.long() if ids.dtype in (torch.int32, torch.int16, torch.int8, torch.uint8) else ids
+
+
+def check_integers(name: str, ids: Tensor) -> Tensor:
+    """``ids``, whose values are not looked at; TypeError for what an embedding does not take."""
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name} must be int64, got {ids.dtype}: write {name}.long()")
+    return ids
 
 
 def token_ids(name: str, ids: Tensor, embedding: nn.Embedding) -> Int64[Tensor, "batch length"]:

@@ -13,6 +13,7 @@ from deqseq.models.causal_lm import (
     IGNORED,
     Tokens,
     as_int64,
+    check_integers,
     check_scored,
     cross_entropy,
     token_ids,
@@ -159,9 +160,10 @@ class TokenClassifier(nn.Module):
         """Compile the blocks of the model with ``torch.compile``, which takes the ``options``."""
         self.model.compile(**options)
 
+    @checked
     def embed(self, input_ids: Tokens) -> Sequence:
         """The input of the model: ``input_ids``, ``(batch, length)``, embedded, with positions."""
-        x = self.embedding(input_ids)
+        x = self.embedding(check_integers("input_ids", input_ids))
         if self.position_embedding is None:
             return x
         return x + self.position_embedding(self.position_ids).sum(dim=1)

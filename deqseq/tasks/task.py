@@ -84,6 +84,7 @@ class Task(ABC):
             ValueError: a number is out of its range, or there are no lengths.
         """
         lengths = tuple(length) if isinstance(length, Iterable) else (length,)
+        device = _device(device)
         if not lengths:
             raise ValueError("length must name at least one length, got none.")
         for size in lengths:
@@ -111,14 +112,18 @@ class Task(ABC):
         The same ``seed``, 0 to 2**31 - 1, gives the same data, which are independent of those of
         :meth:`batches`.
         """
-        return self._drawn(size, length, _seeded(seed, stream=1), device)
+        return self._drawn(size, length, _seeded(seed, stream=1), _device(device))
 
     def _drawn(
-        self, batch: int, length: int, generator: torch.Generator, device: torch.device | str | None
+        self, batch: int, length: int, generator: torch.Generator, device: torch.device
     ) -> WordBatch:
         drawn = self.draw(int(batch), int(length), generator)
         check_type("the value of draw", drawn, WordBatch, "WordBatch(inputs, targets)")
         inputs, targets = drawn
+        for part in drawn:
+            check_type("the parts of what draw returns", part, Tensor)
+            if part.device.type != "cpu":
+                raise ValueError(f"draw must return tensors on the CPU, got one on {part.device}")
         kinds = {(part.dtype, part.ndim) for part in drawn}
         if kinds != {(torch.int64, 2)} or inputs.shape != targets.shape:
             got = ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in drawn)
@@ -131,6 +136,14 @@ class Task(ABC):
         check_ids("the inputs of draw", inputs, self.vocab_size)
         check_ids("the targets of draw", targets.where(targets != -100, 0), self.vocab_size)
         return WordBatch(inputs.to(device), targets.to(device))
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    """Where batches go; ValueError for a name that torch does not know."""
+    try:
+        return torch.device("cpu" if device is None else device)
+    except RuntimeError as error:
+        raise ValueError(f"device must be one of torch's, got {device!r}: {error}") from error
 
 
 def _seeded(seed: int, *, stream: int) -> torch.Generator:

@@ -138,6 +138,7 @@ class Curriculum:
                 "the checkpoint holds no phase: it was saved without "
                 "phase=curriculum.record(progress)"
             )
+        check_type("the curriculum of record", record["curriculum"], Mapping)
         trained = {name: repr(value) for name, value in record["curriculum"].items()}
         current = {name: repr(value) for name, value in self._content().items()}
         changes = [

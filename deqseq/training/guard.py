@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from deqseq.arguments import AtLeast, checked
+from deqseq.arguments import AtLeast, checked, shown
 
 
 class NonFiniteLoss(FloatingPointError):
@@ -56,8 +56,8 @@ def check_finite(
     wanted = f"value must be the {quantity}, one number"
     if isinstance(value, Tensor):
         value = value.detach()
-        if value.numel() != 1 or value.is_complex() or value.dtype == torch.bool:
-            raise ValueError(f"{wanted}, got {value.dtype} {tuple(value.shape)}")
+        if value.numel() != 1 or value.is_complex() or value.dtype == torch.bool or value.is_meta:
+            raise ValueError(f"{wanted}, got {shown(value)}")
     elif not isinstance(value, Real) or isinstance(value, bool):
         hint = ": a model returns its loss if it is given targets" if value is None else ""
         raise TypeError(f"{wanted}, got {value!r}{hint}")

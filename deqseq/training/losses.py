@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from deqseq.arguments import AtLeast, checked
+from deqseq.arguments import AtLeast, check_callable, checked
 from deqseq.step import check_start, evaluate
 from deqseq.types import FixedPointMap, State
 
@@ -54,6 +54,7 @@ def jacobian_regularisation(
         >>> round(value.item(), 2)  # (0.25 + 0.01) / 2
         0.13
     """
+    check_callable("f", f, 1)
     check_start("z_star", z_star)
     differentiable = torch.is_grad_enabled()
     device = z_star.device if generator is None else generator.device

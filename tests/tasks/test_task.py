@@ -29,13 +29,14 @@ ROW = torch.tensor([[0, 1]])
         (WordBatch(ROW, ROW - 1), "the targets of draw must lie in 0..1, got -1..0"),
         (WordBatch(ROW.expand(2, 2), ROW.expand(2, 2)), "draw must return 1 rows, got 2"),
         (WordBatch(ROW / 2, ROW), "draw must return ids and answers, int64"),
+        (WordBatch(ROW, [0, 1]), "what draw returns must be a Tensor"),
+        (WordBatch(ROW, ROW.to("meta")), "draw must return tensors on the CPU"),
         ([0, 1], "the value of draw must be a WordBatch"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
 def test_what_a_task_draws_is_checked(drawn, message):
-    error = ValueError if isinstance(drawn, WordBatch) else TypeError
-    with pytest.raises(error, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         Constant(drawn).fixed(1, 2, seed=0)
     assert Constant(WordBatch(ROW, ROW.where(ROW > 0, -100))).fixed(1, 2, seed=0)
 
@@ -47,6 +48,7 @@ def test_what_a_task_draws_is_checked(drawn, message):
         # an error of the call, not of the first batch
         (lambda task: task.batches(2, (8, 0), seed=0), "length must be an integer >= 1, got 0"),
         (lambda task: task.batches(2, (), seed=0), "length must name at least one length"),
+        (lambda task: task.batches(2, 4, seed=0, device="gpu7"), "device must be .* got 'gpu7'"),
         (lambda task: task.fixed(2, 4, seed=2**31), r"seed must be an integer in 0\.\.2147483647"),
     ],
 )

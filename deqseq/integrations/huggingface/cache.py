@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import Cache as TransformersCache
 
-from deqseq.arguments import check_type, suggestion
+from deqseq.arguments import Integer, check_integer, check_type, shown, suggestion
 from deqseq.backbones.base import Cache
 from deqseq.config import SolveFields
 from deqseq.models.output import ModelOutput
@@ -120,18 +120,33 @@ class ImplicitCache(TransformersCache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Continue with these rows; some may be repeated (beam search)."""
+        check_type("beam_idx", beam_idx, (Tensor, list))
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor | list[int]) -> None:
         """Continue with these rows: their numbers, or a mask of bool, True at those to keep."""
+        check_type("indices", indices, (Tensor, list))
         if self.value is not None:
             device = self.value.tensors()[0].device
-            rows = torch.arange(self._rows, device=device)[torch.as_tensor(indices, device=device)]
+            chosen = torch.as_tensor(indices, device=device)
+            rows = torch.arange(self._rows, device=device)
+            if chosen.dtype == torch.bool:
+                fits = chosen.shape == rows.shape
+            else:
+                fits = chosen.dtype == torch.int64 and chosen.ndim == 1 and not chosen.is_meta
+                fits = fits and bool((chosen.clamp(-len(rows), len(rows) - 1) == chosen).all())
+            if not fits:
+                raise ValueError(
+                    f"indices must be int64 in 0..{len(rows) - 1}, or bool of shape "
+                    f"({len(rows)},), got {shown(chosen)}"
+                )
+            rows = rows[chosen]
             self.value, self.mask = take((self.value, self.mask), rows)
             self._rows = len(rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Continue with each row repeated so many times."""
+        check_integer("repeats", repeats, 1)
         self.batch_select_indices(torch.arange(max(0, self._rows)).repeat_interleave(repeats))
 
     def reset(self) -> None:
@@ -149,6 +164,7 @@ class ImplicitCache(TransformersCache):
             ValueError: a recurrent backbone, more tokens than there are, or more of one row than of
                 another.
         """
+        Integer()("tokens_to_remove", tokens_to_remove)
         removed = -tokens_to_remove
         if removed == 0 or self.value is None:
             return
@@ -284,8 +300,11 @@ def check_positions(
     """Refuse positions other than the model's own: real tokens counted from 0."""
     if position_ids is None:
         return
-    if position_ids.shape not in (shape, (1, shape[1])):
-        raise ValueError(f"position_ids must have shape {shape}, got {tuple(position_ids.shape)}")
+    whole = not position_ids.is_floating_point() and not position_ids.is_complex()
+    if position_ids.shape not in (shape, (1, shape[1])) or not whole:
+        raise ValueError(
+            f"position_ids must be integers of shape {shape}, got {shown(position_ids)}"
+        )
     if mask is None:
         mask = torch.ones(1, committed + shape[1], dtype=torch.bool, device=position_ids.device)
     expected = mask.cumsum(dim=1)[:, committed:] - 1

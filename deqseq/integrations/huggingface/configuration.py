@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig
 from transformers.configuration_utils import SubConfigSpec
 
 from deqseq import __version__
-from deqseq.arguments import check_known, checked
+from deqseq.arguments import check_integer, check_known, check_type, checked
 from deqseq.as_json import Json, from_json, to_json
 from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.config import SolveConfig
@@ -173,6 +173,8 @@ class DeqseqConfig(PreTrainedConfig):
             "AutoModelForCausalLM": f"{CODE}.DeqseqForCausalLM",
             "AutoModelForSequenceClassification": f"{CODE}.DeqseqForSequenceClassification",
         }
+        wanted = (PreTrainedConfig, dict, type(None))
+        check_type(f"{type(self).__name__}.decoder_config", self.decoder_config, wanted)
         super().__post_init__(**kwargs)
         self._derive()
 
@@ -196,6 +198,7 @@ class DeqseqConfig(PreTrainedConfig):
 
     def section(self, name: str) -> Any:
         """The value of the field ``name``, of a section as an object."""
+        check_known("section", name, [field.name for field in fields(self)])
         value = getattr(self, name)
         if name not in SECTIONS or value is None:
             return value
@@ -287,6 +290,8 @@ class DeqseqConfig(PreTrainedConfig):
         owner = type(self).__name__
         spec = self.specification()
         decoder = self.decoder_config
+        if self.max_position_embeddings is not None:
+            check_integer(f"{owner}.max_position_embeddings", self.max_position_embeddings, 1)
         for name, part in spec.parts.items():
             if not getattr(part, "causal", True):
                 raise ValueError(

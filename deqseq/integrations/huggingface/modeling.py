@@ -8,6 +8,7 @@ from typing import Any, no_type_check
 
 import torch
 from jaxtyping import Int64, Shaped
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel, PreTrainedModel
@@ -16,7 +17,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from deqseq.arguments import check_ids, check_type
+from deqseq.arguments import check_ids, check_type, shown
 from deqseq.as_json import from_json, to_json
 from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface.cache import (
@@ -90,19 +91,26 @@ class DeqseqPreTrainedModel(PreTrainedModel):
         pretrained_model_name_or_path: str | PathLike[str] | None,
         *model_args: Any,
         output_loading_info: bool = False,
+        ignore_mismatched_sizes: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """As in transformers, but ValueError for weights that do not fit.
+        """As in transformers, but ValueError for weights that do not fit or are not finite.
 
         With ``output_loading_info=True``, which also returns the report, a missing embedding or
         head is drawn, and unexpected weights are dropped.
         """
-        loaded: Any = super().from_pretrained(
-            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
-        )
-        model, report = loaded
         source = pretrained_model_name_or_path or "the given state dict"
-        _check_weights(report, source, reported=output_loading_info)
+        # of the sizes that differ, those that must not are named below
+        options = {**kwargs, "output_loading_info": True, "ignore_mismatched_sizes": True}
+        try:
+            loaded: Any = super().from_pretrained(
+                pretrained_model_name_or_path, *model_args, **options
+            )
+        except SafetensorError as error:
+            raise ValueError(f"the weights in {source} cannot be read: {error}") from error
+        model, report = loaded
+        resized = DRAWN if ignore_mismatched_sizes else ()
+        _check_weights(model, report, source, resized, reported=output_loading_info)
         return (model, report) if output_loading_info else model
 
     def save_pretrained(
@@ -179,16 +187,36 @@ class DeqseqPreTrainedModel(PreTrainedModel):
             return AutoModel.from_config(self.config.decoder_config)
 
 
-def _check_weights(report: dict[str, Any], source: object, *, reported: bool) -> None:
+HEAD = "score.weight"  # the head of a new task is missing
+# an embedding or a head of another vocabulary or number of labels has another shape
+DRAWN = ("embed_tokens.weight", "lm_head.weight", HEAD)
+
+
+def _not_finite(model: nn.Module) -> list[str]:
+    """The names of weights with NaN or infinity; quantised and offloaded ones are not looked at."""
+    return [
+        name
+        for name, weight in model.named_parameters()
+        if weight.is_floating_point() and weight.itemsize > 1 and not weight.is_meta
+        if not bool(weight.isfinite().all())
+    ]
+
+
+def _check_weights(
+    model: nn.Module,
+    report: dict[str, Any],
+    source: object,
+    resized: tuple[str, ...],
+    *,
+    reported: bool,
+) -> None:
     """Refuse weights that do not fit: a core with drawn weights would have other fixed points."""
-    head = "score.weight"  # the head of a new task is missing
-    # an embedding or a head of another vocabulary or number of labels has another shape
-    drawn = ("embed_tokens.weight", "lm_head.weight", head)
-    may_be_missing = drawn if reported else head
+    may_be_missing = DRAWN if reported else HEAD
     misshapen = [name for name, *_ in report["mismatched_keys"]]
     faults = {
         "missing": [name for name in report["missing_keys"] if not name.endswith(may_be_missing)],
-        "of another shape": [name for name in misshapen if not name.endswith(drawn)],
+        "of another shape": [name for name in misshapen if not name.endswith(resized)],
+        "not finite": () if reported else _not_finite(model),
         "unexpected": () if reported else report["unexpected_keys"],
     }
     texts = [f"{fault} {', '.join(sorted(names)[:8])}" for fault, names in faults.items() if names]
@@ -295,6 +323,9 @@ class DeqseqModel(DeqseqPreTrainedModel):
                 ``solve`` for an explicit model.
             TypeError: no tensor, a cache of another library, or an unknown keyword.
         """
+        flags = {"use_cache": use_cache, "output_hidden_states": output_hidden_states}
+        for name, flag in flags.items():
+            check_type(name, flag, (bool, type(None)))
         gather_once(self.core)  # the Trainer and accelerate shard a model after it was built
         check_keywords(position_ids, {"output_attentions": self.config.output_attentions} | kwargs)
         options = {} if solve is None else {"solve": self.solve_config(solve)}
@@ -381,10 +412,9 @@ class DeqseqModel(DeqseqPreTrainedModel):
             check_ids("input_ids", input_ids, self.config.vocab_size)
             inputs_embeds = self.embed_tokens(input_ids)
         x: Any = inputs_embeds
-        if x.ndim != 3:
-            raise ValueError(
-                f"inputs_embeds must have shape (batch, length, hidden_size), got {tuple(x.shape)}"
-            )
+        if x.ndim != 3 or x.shape[2] != self.core.d_model or not x.is_floating_point():
+            wanted = f"floating-point (batch, length, {self.core.d_model} = hidden_size)"
+            raise ValueError(f"inputs_embeds must be {wanted}, got {shown(x)}")
         check_cache(cache, len(x))
         mask = cache.joined_mask(attention_mask, len(x), x.shape[1])
         return scaled(x, self.config.embedding_scale), mask

@@ -15,7 +15,7 @@ from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from deqseq.arguments import check_ids, check_integer, check_known, check_number
+from deqseq.arguments import check_ids, check_integer, check_known, check_number, check_type
 from deqseq.backbones import Mamba2Config
 from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface.cache import (
@@ -37,7 +37,7 @@ from deqseq.integrations.huggingface.windowed_generation import (
     window_of,
 )
 from deqseq.layers import with_weights
-from deqseq.models.causal_lm import IGNORED, capped, scaled
+from deqseq.models.causal_lm import IGNORED, as_int64, capped, scaled
 from deqseq.models.eval_mode import eval_mode
 from deqseq.models.generation import generate, prompt_sweep
 from deqseq.solution import Outcome, SolveStats
@@ -141,6 +141,8 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, TheirGeneration):
         if isinstance(positions, int):
             check_integer("logits_to_keep", positions, 0)
             positions = slice(-positions, None)
+        else:
+            check_type("logits_to_keep", positions, Tensor)
         scored = labels is not None or shift_labels is not None
         if scored and (isinstance(positions, Tensor) or positions.start):
             raise ValueError("labels need the logits of all positions: leave out logits_to_keep")
@@ -213,9 +215,15 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, TheirGeneration):
                 rows; ``solve`` for an explicit model; a window where tokens cannot be iterated
                 together.
         """
-        prompts = kwargs.get("inputs_embeds")
-        if prompts is None:
-            prompts = kwargs.get("input_ids") if inputs is None else inputs
+        given = {"inputs_embeds": kwargs.get("inputs_embeds"), "inputs": inputs}
+        given["input_ids"] = kwargs.get("input_ids")
+        check_tensors(**given, attention_mask=kwargs.get("attention_mask"))
+        for name in ("inputs", "input_ids"):
+            if given[name] is not None:
+                check_ids(name, as_int64(given[name]), self.config.vocab_size)
+        prompts = next((tokens for tokens in given.values() if tokens is not None), None)
+        if kwargs.get("max_new_tokens") is not None:
+            check_integer("max_new_tokens", kwargs["max_new_tokens"], 1)
         _check_mask(prompts, **kwargs)
         with torch.no_grad(), eval_mode(self):  # the Trainer leaves a model in training mode
             theirs: Any = super(DeqseqForCausalLM, with_weights(self))

@@ -190,3 +190,29 @@ class TestRefusals:
     def test_an_explicit_model_has_nothing_to_solve(self):
         with pytest.raises(ValueError, match=r"^leave out solve: .* is explicit \(solve=None\)$"):
             made("explicit")(IDS, solve={"sweep": dq.Chunked(3)})
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("use_cache", lambda model: model(IDS, use_cache=3)),
+        ("output_hidden_states", lambda model: model(IDS, output_hidden_states=[1])),
+        ("logits_to_keep", lambda model: model(IDS, logits_to_keep=[1])),
+        ("position_ids", lambda model: model(IDS, position_ids=torch.arange(7.0)[None])),
+        ("inputs_embeds", lambda model: model(inputs_embeds=torch.ones(1, 2, 3))),
+        ("input_ids", lambda model: model.generate(input_ids=IDS[0])),
+        ("inputs", lambda model: model.generate("text")),
+        ("max_new_tokens", lambda model: model.generate(IDS, max_new_tokens="3")),
+        ("attention_mask", lambda model: model.generate(IDS, attention_mask=3)),
+        ("beam_idx", lambda model: model(IDS, use_cache=True).cache.reorder_cache(None)),
+        ("indices", lambda model: model(IDS, use_cache=True).cache.batch_select_indices([99])),
+        ("repeats", lambda model: model(IDS, use_cache=True).cache.batch_repeat_interleave(0)),
+        ("tokens_to_remove", lambda model: model(IDS, use_cache=True).cache.crop(None)),
+        ("section", lambda model: model.config.section("solv")),
+        ("decoder_config", lambda model: type(model.config)(decoder_config=3)),
+        ("max_position_embeddings", lambda model: type(model.config)(max_position_embeddings=0)),
+    ],
+)
+def test_what_transformers_or_torch_would_refuse_later(name, call):
+    with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
+        call(made("llama"))

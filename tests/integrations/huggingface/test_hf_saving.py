@@ -226,9 +226,30 @@ class TestMisfits:
         model, report = LOAD(tmp_path, **one, output_loading_info=True)
         assert len(model.model.core.backbone.layers) == 1
         assert {name.split(".")[4] for name in report["unexpected_keys"]} == {"1"}
-        # another vocabulary is drawn anew
+        # another vocabulary is drawn anew where that is asked for
+        with pytest.raises(ValueError, match=r"of another shape .*embed_tokens\.weight"):
+            LOAD(tmp_path, vocab_size=500)
         other = LOAD(tmp_path, vocab_size=500, ignore_mismatched_sizes=True)
         assert_drawn(other.lm_head.weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weight: weight * torch.nan, r"not finite lm_head\.weight"),
+        (lambda weight: weight[:2], r"of another shape lm_head\.weight"),
+    ],
+)
+def test_a_file_with_other_weights_names_them(change, message, tmp_path):
+    made("llama", tie_word_embeddings=False).save_pretrained(tmp_path)
+    weights = stored(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(weights | {HEAD: change(weights[HEAD])}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        LOAD(tmp_path)
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=r"the weights in .* cannot be read"):
+        LOAD(tmp_path)
 
 
 @EVERY
