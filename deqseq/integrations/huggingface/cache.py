@@ -133,7 +133,8 @@ class ImplicitCache(TransformersCache):
             if chosen.dtype == torch.bool:
                 fits = chosen.shape == rows.shape
             else:
-                fits = chosen.dtype == torch.int64 and chosen.ndim == 1 and not chosen.is_meta
+                whole = chosen.dtype in (torch.int64, torch.int32)
+                fits = whole and chosen.ndim == 1 and not chosen.is_meta
                 fits = fits and bool((chosen.clamp(-len(rows), len(rows) - 1) == chosen).all())
             if not fits:
                 raise ValueError(
