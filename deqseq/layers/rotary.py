@@ -103,6 +103,9 @@ def rotary_tables(
         frequencies: of :func:`rotary_frequencies`, ``(headdim / 2,)``; in a grid half as many.
         dtype: of the result.
 
+    Raises:
+        TypeError, ValueError: frequencies or positions of another shape or dtype.
+
     Example:
         >>> rotary_tables(torch.tensor([[0, 1]]), torch.tensor([0.5]), torch.float32)[0][0, 1]
         tensor([[0.8776, 0.8776]])

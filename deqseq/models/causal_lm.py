@@ -115,7 +115,8 @@ class CausalLM(nn.Module):
         if name == "embedding":
             size = getattr(value, "num_embeddings", None)
             check_integer("CausalLM.embedding.num_embeddings", size, 1)
-        super().__setattr__(name, value)
+        part: Any = value  # one that is absent, too
+        super().__setattr__(name, part)
 
     @checked
     def forward(
@@ -273,7 +274,11 @@ class CausalLM(nn.Module):
 
     @checked
     def embed(self, input_ids: Tokens) -> Sequence:
-        """The input of the model: ``input_ids``, ``(batch, length)``, embedded and scaled."""
+        """The input of the model: ``input_ids``, ``(batch, length)``, embedded and scaled.
+
+        Raises:
+            TypeError: ids that are not integers, or an embedding that returns something else.
+        """
         x = self.embedding(check_integers("input_ids", input_ids))
         wanted = (*input_ids.shape, self.model.d_model)
         if not is_dense(x) or x.shape != wanted:

@@ -124,7 +124,11 @@ class ImplicitCache(TransformersCache):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor | list[int]) -> None:
-        """Continue with these rows: their numbers, or a mask of bool, True at those to keep."""
+        """Continue with these rows: their numbers, or a mask of bool, True at those to keep.
+
+        Raises:
+            TypeError, ValueError: indices of another kind, or beyond the rows.
+        """
         check_type("indices", indices, (Tensor, list))
         if self.value is not None:
             device = self.value.tensors()[0].device
