@@ -100,7 +100,7 @@ class DeqseqPreTrainedModel(PreTrainedModel):
         head is drawn, and unexpected weights are dropped.
         """
         source = pretrained_model_name_or_path or "the given state dict"
-        # of the sizes that differ, those that must not are named below
+        # sizes that differ are refused below, where they must not
         options = {**kwargs, "output_loading_info": True, "ignore_mismatched_sizes": True}
         try:
             loaded: Any = super().from_pretrained(

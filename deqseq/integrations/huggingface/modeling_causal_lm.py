@@ -215,13 +215,13 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, TheirGeneration):
                 rows; ``solve`` for an explicit model; a window where tokens cannot be iterated
                 together.
         """
-        given = {"inputs_embeds": kwargs.get("inputs_embeds"), "inputs": inputs}
-        given["input_ids"] = kwargs.get("input_ids")
-        check_tensors(**given, attention_mask=kwargs.get("attention_mask"))
+        starts = {"inputs_embeds": kwargs.get("inputs_embeds"), "inputs": inputs}
+        starts["input_ids"] = kwargs.get("input_ids")
+        check_tensors(**starts, attention_mask=kwargs.get("attention_mask"))
         for name in ("inputs", "input_ids"):
-            if given[name] is not None:
-                check_ids(name, as_int64(given[name]), self.config.vocab_size)
-        prompts = next((tokens for tokens in given.values() if tokens is not None), None)
+            if starts[name] is not None:
+                check_ids(name, as_int64(starts[name]), self.config.vocab_size)
+        prompts = next((tokens for tokens in starts.values() if tokens is not None), None)
         if kwargs.get("max_new_tokens") is not None:
             check_integer("max_new_tokens", kwargs["max_new_tokens"], 1)
         _check_mask(prompts, **kwargs)
