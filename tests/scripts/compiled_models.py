@@ -71,12 +71,13 @@ def check(name):
     assert sliding[2:] == [0, 0], sliding
     ids = torch.randint(0, 13, (1, 7))
     made = []
-    for prompt in (ids, ids[:, 2:], ids[:, 1:]):
+    # behind the second prompt the window ends where the cache's memory does, which is another graph
+    for prompt in (ids, ids[:, 1:], ids[:, 2:], ids[:, 3:]):
         before = graphs()
         same_tokens(eager, compiled, prompt, sweep=dq.Sliding(4))
         made.append(graphs() - before)
     assert sum(made) <= 6, made
-    assert made[2] == 0, made
+    assert made[2:] == [0, 0], made
     ids = torch.randint(0, 13, (4, 12))
     same_gradients(eager, compiled, ids)
     before = graphs()
