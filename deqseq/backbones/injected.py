@@ -61,11 +61,13 @@ class AddInjection(Injection):
 class ConcatInjection(Injection):
     r"""State and input are concatenated and projected, :math:`z \leftarrow W [z; x]`.
 
-    The part of the input is computed once per solve. Initially :math:`W = [0 \mid I]`: the layers
-    get the input, and one iteration is a pass of the layers.
+    The part of the input is computed once per solve. Initially :math:`W = [g I \mid (1 - g) I]`.
+    With a gate of 0 the layers get the input, and any iteration is a pass of the layers; with
+    another only the first one is, of a solve that starts at the input.
 
     Args:
         d_model: width.
+        gate: the state's share :math:`g` before training, 0 to 1.
 
     References:
         The adapter of Huginn: Geiping et al., Scaling up Test-Time Compute with Latent Reasoning,
@@ -78,10 +80,12 @@ class ConcatInjection(Injection):
     """
 
     @checked
-    def __init__(self, d_model: PositiveInt) -> None:
+    def __init__(
+        self, d_model: PositiveInt, gate: Annotated[float | int, Within("[0, 1]")] = 0.0
+    ) -> None:
         super().__init__()
-        self.d_model = d_model
-        self.weight = nn.Parameter(torch.eye(d_model, 2 * d_model).roll(d_model, dims=1))
+        self.d_model, same = d_model, torch.eye(d_model)
+        self.weight = nn.Parameter(torch.cat([gate * same, (1 - gate) * same], dim=1))
 
     def prepare(self, x: Sequence) -> Sequence:
         return x @ self.weight[:, x.shape[-1] :].T

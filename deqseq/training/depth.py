@@ -26,6 +26,7 @@ class PoissonLogNormal:
         rise: how :math:`m` rises from 1 to ``mean`` over its phase, of which a share :math:`t` is
             done: ``"linear"``, as :math:`t`, or ``"1-sqrt"``, as :math:`1 - \sqrt{1 - t}`. Default:
             :math:`m` is constant.
+        smallest: smaller draws are replaced by it.
         largest: larger draws are replaced by it. Default: no limit.
         seed: for the draws.
 
@@ -44,8 +45,16 @@ class PoissonLogNormal:
     mean: Annotated[float | int, Within("(0, 1e6]")]
     sigma: Annotated[float | int, Within("[0, 2]")] = 0.5
     rise: Literal["linear", "1-sqrt"] | None = None
+    smallest: Annotated[int, AtLeast(1)] = 1
     largest: Annotated[int, AtLeast(1)] | None = None
     seed: Annotated[int, AtLeast(0)] = 0
+
+    def __post_init__(self) -> None:
+        if self.largest is not None and self.largest < self.smallest:
+            raise ValueError(
+                f"PoissonLogNormal.largest must be at least smallest, {self.smallest}, "
+                f"got {self.largest}"
+            )
 
     @checked
     def draw(
@@ -69,4 +78,4 @@ class PoissonLogNormal:
         while arrival < rate and steps != self.largest:
             steps += 1
             arrival += chance.expovariate(1)
-        return steps
+        return max(steps, self.smallest)

@@ -121,6 +121,17 @@ def test_an_injection_that_does_not_fit_is_named(make):
             dq.Injected(make(injection=False), injection)
 
 
+@unchecked
+def test_the_gate_of_a_concatenation_is_the_share_of_the_state():
+    z, x = randn(2, 3, 8), randn(2, 3, 8, seed=1)
+    for gate in (0, 0.25, 1):
+        injection = dq.ConcatInjection(8, gate).double()
+        entered = injection.enter(z, injection.prepare(x))
+        torch.testing.assert_close(entered, gate * z + (1 - gate) * x)
+    with pytest.raises(ValueError, match=r"gate must be a number in \[0, 1\], got 1.5"):
+        dq.ConcatInjection(8, gate=1.5)
+
+
 @BOTH
 def test_skip_scale_multiplies_the_state_as_it_enters(make):
     x, z = randn(2, 5, 8), randn(2, 5, 8, seed=1)

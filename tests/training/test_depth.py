@@ -38,11 +38,13 @@ def test_a_rising_mean(rise, share):
         assert draws == [constant.draw(step) for step in range(99)]
 
 
-def test_larger_draws_are_replaced():
+def test_larger_and_smaller_draws_are_replaced():
     draws = [PoissonLogNormal(8).draw(step) for step in range(500)]
     assert max(draws) > 12
     limited = [PoissonLogNormal(8, largest=12).draw(step) for step in range(500)]
     assert limited == [min(12, draw) for draw in draws]
+    least = [PoissonLogNormal(8, smallest=5, largest=12).draw(step) for step in range(500)]
+    assert least == [max(5, draw) for draw in limited]
     for depth in (PoissonLogNormal(8, largest=1), PoissonLogNormal(1e-300, sigma=0)):
         assert {depth.draw(step) for step in range(9)} == {1}
 
@@ -92,6 +94,8 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match=r"last must be an integer in 1\.\.4, got 9"):
         unrolled(4, until=None, last=9)
     rising = unrolled(PoissonLogNormal(32, rise="linear"), until=None)
+    with pytest.raises(ValueError, match=r"largest must be at least smallest, 4, got 3"):
+        PoissonLogNormal(8, smallest=4, largest=3)
     with pytest.raises(ValueError, match=r"Phase.until must be given for a depth that rises"):
         Curriculum((rising,), "steps")
     assert Curriculum((rising,)).at(0.0).solve.stop.max_steps >= 1
