@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from deqseq.arguments import Between, Within, checked
+from deqseq.arguments import Between, PositiveFloat, checked
 from deqseq.types import Sequence
 
 
@@ -37,7 +37,7 @@ class RandomStart:
         True
     """
 
-    std: Annotated[float, Within("(0, inf)")] = 1.0
+    std: PositiveFloat = 1.0
     seed: Annotated[int, Between(0, 2**32 - 1)] | None = (
         None  # torch's generator on the CPU takes 32 bits
     )

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from deqseq.arguments import AtLeast, Within, checked, shown, versions
+from deqseq.arguments import NonNegativeFloat, PositiveInt, Within, checked, shown, versions
 from deqseq.types import Residual, State, is_dense
 
 LARGEST = torch.finfo(torch.float32).max
@@ -140,16 +140,16 @@ class Stop:
         8
     """
 
-    rtol: Annotated[float, Within("[0, inf)")] = 1e-3
-    atol: Annotated[float, Within("[0, inf)")] = 0.0
-    max_steps: Annotated[int, AtLeast(1)] = 64
-    check_every: Annotated[int, AtLeast(1)] = 1
+    rtol: NonNegativeFloat = 1e-3
+    atol: NonNegativeFloat = 0.0
+    max_steps: PositiveInt = 64
+    check_every: PositiveInt = 1
     divergence: Annotated[float, Within("(1, inf]")] = 1e4
     norm: Literal["token", "row"] | Rule = "token"
 
     @classmethod
     @checked
-    def exactly(cls, steps: Annotated[int, AtLeast(1)]) -> "Stop":
+    def exactly(cls, steps: PositiveInt) -> "Stop":
         """Run ``steps`` evaluations whatever the residual, check it once at the end, and return the
         last value.
 

@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from threading import get_ident
-from typing import Annotated
 
 import torch
 from jaxtyping import Bool, Int64
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deqseq.arguments import (
-    AtLeast,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Probability,
@@ -183,7 +182,7 @@ class LlamaCache(Cache):
         return after + (self.length if self.counts is None else self.counts[:, None])
 
     @checked
-    def reserve(self, tokens: Annotated[int, AtLeast(0)]) -> "LlamaCache":
+    def reserve(self, tokens: NonNegativeInt) -> "LlamaCache":
         """The same cache with room for ``tokens`` more, and their attention mask."""
         free = self.writable
         if self.ahead == tokens and free:

@@ -1,11 +1,11 @@
 """Does a model hold what it predicts when it iterates longer than it was trained to?"""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Unpack
+from typing import Any, Unpack
 
 import torch
 
-from deqseq.arguments import AtLeast, checked
+from deqseq.arguments import PositiveInt, checked
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.diagnostics.reports import check_call, text_table
 from deqseq.models.causal_lm import CausalLM, CausalLMOutput, Tokens
@@ -82,7 +82,7 @@ def extrapolation(
     *,
     targets: Tokens | None = None,
     mask: Mask | None = None,
-    trained: Annotated[int, AtLeast(1)] | None = None,
+    trained: PositiveInt | None = None,
     solve: SolveConfig | None = None,
     **fields: Unpack[SolveFields],
 ) -> ExtrapolationReport:

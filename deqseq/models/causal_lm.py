@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deqseq.arguments import (
-    AtLeast,
     Between,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
     Within,
     check_ids,
     check_integer,
@@ -70,14 +73,14 @@ class CausalLM(nn.Module):
     @checked
     def __init__(
         self,
-        vocab_size: Annotated[int, AtLeast(1)],
+        vocab_size: PositiveInt,
         model: Model,
-        embedding_std: Annotated[float, Within("[0, inf)")] = 0.02,
+        embedding_std: NonNegativeFloat = 0.02,
         *,
         tied: bool = True,
-        embedding_dropout: Annotated[float, Within("[0, 1)")] = 0.0,
-        embedding_scale: Annotated[float, Within("(0, inf)")] = 1.0,
-        logit_softcap: Annotated[float, Within("(0, inf)")] | None = None,
+        embedding_dropout: Probability = 0.0,
+        embedding_scale: PositiveFloat = 1.0,
+        logit_softcap: PositiveFloat | None = None,
     ) -> None:
         super().__init__()
         self.embedding_dropout, self.embedding_scale = embedding_dropout, embedding_scale
@@ -177,12 +180,12 @@ class CausalLM(nn.Module):
         self,
         input_ids: Tokens,
         *,
-        max_new_tokens: Annotated[int, AtLeast(1)],
-        window: Annotated[int, AtLeast(1)] | None = None,
+        max_new_tokens: PositiveInt,
+        window: PositiveInt | None = None,
         mask: Mask | None = None,
         cache: Cache | None = None,
-        temperature: Annotated[float, Within("[0, inf)")] = 0.0,
-        top_k: Annotated[int, AtLeast(1)] | None = None,
+        temperature: NonNegativeFloat = 0.0,
+        top_k: PositiveInt | None = None,
         top_p: Annotated[float, Within("(0, 1]")] | None = None,
         seed: Seed | None = None,
         stop_tokens: int | Iterable[int] = (),

@@ -1,12 +1,12 @@
 """Classifies every token (puzzles, tagging), by a causal model or one in both directions."""
 
-from typing import Annotated, Any, Unpack
+from typing import Any, Unpack
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 
-from deqseq.arguments import AtLeast, Within, check_like, checked
+from deqseq.arguments import NonNegativeFloat, PositiveInt, check_like, checked
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.models.base import Model, refuse_setting
 from deqseq.models.causal_lm import (
@@ -67,12 +67,12 @@ class TokenClassifier(nn.Module):
     @checked
     def __init__(
         self,
-        vocab_size: Annotated[int, AtLeast(1)],
-        n_classes: Annotated[int, AtLeast(1)],
+        vocab_size: PositiveInt,
+        n_classes: PositiveInt,
         model: Model,
         *,
         positions: Positions | None = None,
-        embedding_std: Annotated[float, Within("[0, inf)")] = 1.0,
+        embedding_std: NonNegativeFloat = 1.0,
     ) -> None:
         super().__init__()
         self.n_classes, self.model = n_classes, model

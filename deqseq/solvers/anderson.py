@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from deqseq.arguments import AtLeast, Within, checked
+from deqseq.arguments import AtLeast, PositiveFloat, Within, checked
 from deqseq.rows import put
 from deqseq.solvers.base import Solver
 from deqseq.types import RowIndex, State
@@ -65,7 +65,7 @@ class Anderson(Solver[AndersonMemory]):
     combines: ClassVar[bool] = True
     memory: Annotated[int, AtLeast(2)] = 4  # with 1 it would be Relaxed
     mixing: Annotated[float, Within("(0, 1]")] = 1.0
-    ridge: Annotated[float, Within("(0, inf)")] | None = None
+    ridge: PositiveFloat | None = None
 
     def init(self, z0: State) -> AndersonMemory:
         dtype = torch.float32 if z0.device.type in WITHOUT_FLOAT64 else torch.float64

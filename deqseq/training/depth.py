@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Annotated, Literal
 
-from deqseq.arguments import AtLeast, Within, checked
+from deqseq.arguments import NonNegativeInt, PositiveInt, Within, checked
 
 
 @checked
@@ -44,8 +44,8 @@ class PoissonLogNormal:
     mean: Annotated[float | int, Within("(0, 1e6]")]
     sigma: Annotated[float | int, Within("[0, 2]")] = 0.5
     rise: Literal["linear", "1-sqrt"] | None = None
-    largest: Annotated[int, AtLeast(1)] | None = None
-    seed: Annotated[int, AtLeast(0)] = 0
+    largest: PositiveInt | None = None
+    seed: NonNegativeInt = 0
 
     @checked
     def draw(
