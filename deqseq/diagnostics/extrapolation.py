@@ -10,6 +10,7 @@ from deqseq.config import SolveConfig, SolveFields
 from deqseq.diagnostics.reports import check_call, text_table
 from deqseq.models.causal_lm import CausalLM, CausalLMOutput, Tokens
 from deqseq.models.eval_mode import eval_mode
+from deqseq.models.padding import last_real
 from deqseq.stop import Stop
 from deqseq.sweeps import Simultaneous
 from deqseq.types import Mask
@@ -129,9 +130,7 @@ def extrapolation(
 
 def _measured(iterations: int, output: CausalLMOutput, real: Mask) -> Depth:
     assert output.loss is not None and output.stats is not None
-    last = (torch.arange(real.shape[1], device=real.device) * real).argmax(dim=1)
-    places = last[:, None, None].expand(-1, 1, output.logits.shape[2])
-    predicted = output.logits.gather(1, places)[:, 0].softmax(dim=-1)
+    predicted = last_real(output.logits, real)[:, 0].softmax(dim=-1)
     difference = torch.pdist(predicted, p=1).mean() / 2
     residual = output.stats.residual.amax(dim=1).median()
     return Depth(iterations, output.loss.item(), residual.item(), difference.item())

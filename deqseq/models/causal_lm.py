@@ -341,11 +341,7 @@ class CausalLM(nn.Module):
             name, answers = "targets", targets
         if answers is None:
             return None
-        answers = as_int64(answers)
-        check_like(name, answers, ids, "input_ids")
-        if mask is not None:
-            check_mask(mask, ids)
-            answers = answers.masked_fill(~mask, IGNORED)
+        answers = real_answers(name, answers, ids, mask)
         if labels is not None:
             answers = answers[:, 1:]
             if mask is not None:  # the token that predicts a label must be real too
@@ -383,6 +379,16 @@ def token_ids(name: str, ids: Tensor, embedding: nn.Embedding) -> Int64[Tensor, 
         raise ValueError(f"{name} must be on the model's device, {device}, got {ids.device}")
     check_ids(name, ids, embedding.num_embeddings)
     return ids
+
+
+def real_answers(name: str, answers: Tokens, ids: Tokens, mask: Mask | None) -> Tokens:
+    """Labels or targets of ``ids`` as int64, ignored at padding; an error if they do not fit."""
+    answers = as_int64(answers)
+    check_like(name, answers, ids, "input_ids")
+    if mask is None:
+        return answers
+    check_mask(mask, ids)
+    return answers.masked_fill(~mask, IGNORED)
 
 
 def check_scored(name: str, answers: Tokens, n_classes: int) -> None:

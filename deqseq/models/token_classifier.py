@@ -6,21 +6,19 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 
-from deqseq.arguments import NonNegativeFloat, PositiveInt, check_like, checked
+from deqseq.arguments import NonNegativeFloat, PositiveInt, checked
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.models.base import Model, refuse_setting
 from deqseq.models.causal_lm import (
-    IGNORED,
     Tokens,
-    as_int64,
     check_integers,
     check_scored,
     cross_entropy,
+    real_answers,
     token_ids,
 )
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import TokenClassifierOutput
-from deqseq.models.padding import check_mask
 from deqseq.models.recurrent_depth import solved_part
 from deqseq.step import Callback
 from deqseq.types import Mask, Sequence
@@ -137,11 +135,7 @@ class TokenClassifier(nn.Module):
                 f"{input_ids.shape[1]}"
             )
         if targets is not None:
-            targets = as_int64(targets)
-            check_like("targets", targets, input_ids, "input_ids")
-            if mask is not None:
-                check_mask(mask, input_ids)
-                targets = targets.masked_fill(~mask, IGNORED)
+            targets = real_answers("targets", targets, input_ids, mask)
             check_scored("targets", targets, self.n_classes)
         options: dict[str, Any] = {"callback": callback, "throw": throw, "solve": solve, **fields}
         output = self.model(self.embed(input_ids), mask=mask, **options)
