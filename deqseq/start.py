@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deqseq.arguments import Between, PositiveFloat, checked
-from deqseq.types import Sequence
+from deqseq.types import Sequence, float32_at_least
 
 
 @checked
@@ -57,9 +57,7 @@ class RandomStart:
                 f"{self.seed}"
             )
         random = None if self.seed is None else torch.Generator("cpu").manual_seed(int(self.seed))
-        numbers = torch.empty(
-            like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device="cpu"
-        )
+        numbers = torch.empty(like.shape, dtype=float32_at_least(like), device="cpu")
         # the share of a normal distribution within three standard deviations
         share = math.erf(3 / math.sqrt(2))
         normal = numbers.uniform_(-share, share, generator=random).erfinv() * math.sqrt(2)

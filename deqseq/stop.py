@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from deqseq.arguments import NonNegativeFloat, PositiveInt, Within, checked, shown, versions
-from deqseq.types import Residual, State, is_dense
+from deqseq.types import Residual, State, float32_at_least, is_dense
 
 LARGEST = torch.finfo(torch.float32).max
 Numbers = Any
@@ -28,7 +28,7 @@ def token_norms(x: State) -> Float[Tensor, "batch tokens"]:
         >>> token_norms(torch.tensor([[[3.0, 4.0], [0.0, 1.0]]]))
         tensor([[5., 1.]])
     """
-    accumulate = torch.promote_types(x.dtype, torch.float32)
+    accumulate = float32_at_least(x)
     if x.ndim == 1:
         return x.abs().to(accumulate)[:, None]
     norms = torch.linalg.vector_norm(x, dim=-1, keepdim=x.ndim == 2, dtype=accumulate)
@@ -258,7 +258,7 @@ def _measured(rule: Rule, z: State, fz: State) -> tuple[Residual, Residual]:
         got = shown(residual)
         raise TypeError(f"{type(rule).__name__}.residual must return {wanted}, got {got}")
     # a token that the map does not move has converged: at padding, a relative residual is 0 / 0
-    residual = residual.to(torch.promote_types(fz.dtype, torch.float32))
+    residual = residual.to(float32_at_least(fz))
     residual = residual.masked_fill(token_norms(fz - z) == 0, 0)
     return residual, torch.ones_like(residual)
 

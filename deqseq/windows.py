@@ -16,7 +16,7 @@ from deqseq.solvers.base import Solver
 from deqseq.step import carried, returned_value
 from deqseq.stop import Pair, Stop, relative
 from deqseq.tokens import TokenArgs
-from deqseq.types import Residual, RowIndex, State
+from deqseq.types import Residual, RowIndex, State, float32_at_least
 
 if TYPE_CHECKING:
     from deqseq.solve import Problem
@@ -179,7 +179,7 @@ class Found(ABC):
         self.window = Window(problem.stop, problem.solver, batch, width)
         self.evaluations = 0
         self.running = np.ones(batch, dtype=bool)
-        kind = torch.promote_types(z0.dtype, torch.float32).itemsize
+        kind = float32_at_least(z0).itemsize
         self.numbers = np.ones((2, batch, room), f"f{kind}")
         self.numbers[0] = np.inf
 

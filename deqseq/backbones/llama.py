@@ -30,7 +30,7 @@ from deqseq.layers import (
 )
 from deqseq.layers.attention import KeyValues, Past, check_heads
 from deqseq.rows import map_tensors, take, tensors_of
-from deqseq.types import Counts, Mask, RowIndex, Sequence
+from deqseq.types import Counts, Mask, RowIndex, Sequence, float32_at_least
 
 
 @checked
@@ -315,7 +315,7 @@ class Llama(BlockStack[LlamaCache]):
             positions = cache.positions(x.shape[1])
         dtype = torch.float32
         if not config.float32_rotary:
-            dtype = torch.promote_types(x.dtype, torch.float32)
+            dtype = float32_at_least(x)
         turning = config.head_width // (2 if config.grid else 1)
         frequencies = rotary_frequencies(
             turning, config.rope_theta, config.rope_scaling, x.device, dtype

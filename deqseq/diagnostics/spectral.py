@@ -20,7 +20,7 @@ from deqseq.models.recurrent_depth import RecurrentDepth
 from deqseq.rows import map_tensors
 from deqseq.step import check_start, evaluate
 from deqseq.stop import Stop, relative
-from deqseq.types import FixedPointMap, Mask, RowMask, State
+from deqseq.types import FixedPointMap, Mask, RowMask, State, float32_at_least
 
 TOLERANCE = 1e-2
 """The relative residual up to which a point counts as a fixed point."""
@@ -238,7 +238,7 @@ def _ritz_values(
         The eigenvalues, and the norm of the smallest change of the matrix that makes the largest
         one exact.
     """
-    first = start.flatten(1).to(torch.promote_types(start.dtype, torch.float32))
+    first = start.flatten(1).to(float32_at_least(start))
     batch, size = first.shape
     products = min(products, size)
     basis = first.new_zeros(batch, products + 1, size)

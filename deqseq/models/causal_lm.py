@@ -34,7 +34,7 @@ from deqseq.models.padding import check_mask
 from deqseq.models.recurrent_depth import check_adapters, solved_part
 from deqseq.models.sampler import Sampler, Seed
 from deqseq.step import Callback
-from deqseq.types import Mask, Sequence, is_dense
+from deqseq.types import Mask, Sequence, float32_at_least, is_dense
 
 Tokens = Integer[Tensor, "batch length"]
 """Ids of tokens, of any integer dtype."""
@@ -403,5 +403,5 @@ def check_scored(name: str, answers: Tokens, n_classes: int) -> None:
 
 def cross_entropy(logits: Tensor, answers: Tokens) -> Float[Tensor, ""]:
     """Mean cross entropy in nats, in at least float32."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits.to(float32_at_least(logits))
     return F.cross_entropy(logits.flatten(0, 1), answers.flatten(), ignore_index=IGNORED)

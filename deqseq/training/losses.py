@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from deqseq.arguments import Function, PositiveInt, checked
 from deqseq.step import check_start, evaluate
-from deqseq.types import FixedPointMap, State
+from deqseq.types import FixedPointMap, State, float32_at_least
 
 
 @checked
@@ -70,6 +70,6 @@ def jacobian_regularisation(
             (pulled,) = torch.autograd.grad(
                 fz, z, v, retain_graph=True, create_graph=differentiable, materialize_grads=True
             )
-            sizes.append(pulled.to(torch.promote_types(z.dtype, torch.float32)).square().mean())
+            sizes.append(pulled.to(float32_at_least(z)).square().mean())
         value = torch.stack(sizes).mean()
     return value if differentiable else value.detach()
