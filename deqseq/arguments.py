@@ -194,7 +194,9 @@ class Function(Wanted):
 
 
 PositiveInt = Annotated[int, AtLeast(1)]
+NonNegativeInt = Annotated[int, AtLeast(0)]
 PositiveFloat = Annotated[float, Within("(0, inf)")]
+NonNegativeFloat = Annotated[float, Within("[0, inf)")]
 Probability = Annotated[float, Within("[0, 1)")]
 
 
@@ -218,11 +220,6 @@ def check_number(name: str, value: object, interval: str) -> None:
 def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
     """Refuse anything but one of the ``choices`` with a ValueError."""
     Choice(tuple(choices))(name, value)
-
-
-def check_callable(name: str, value: object, arguments: int) -> None:
-    """Refuse anything that cannot be called with so many ``arguments``."""
-    Function(arguments)(name, value)
 
 
 def check_argument(function: Any, name: str, value: object) -> None:

@@ -11,7 +11,7 @@ from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.config import SolveConfig
 from deqseq.gradients import Gradient, Implicit, OneStep, Phantom, Unrolled
 from deqseq.layers import RotaryScaling
-from deqseq.models.specification import DecoderLayers
+from deqseq.models.specification import DecoderLayers, LanguageModelSpec
 from deqseq.solvers import Adaptive, Anderson, Broyden, Naive, Relaxed, Solver
 from deqseq.start import RandomStart
 from deqseq.stop import Stop
@@ -38,6 +38,14 @@ CLASSES: dict[str, tuple[type[Any], ...]] = {
 
 A kind with a single class needs no name. A field with the name of a kind has a value of that kind.
 """
+
+PARTS = ("prelude", "backbone", "coda")
+SECTIONS: dict[str, str] = dict.fromkeys(PARTS, "backbone")
+SECTIONS |= {"solve": "solve", "eval_solve": "solve", "loop_start": "start"}
+"""Fields of a saved model that hold an object as JSON, and its kind."""
+FIELDS = {field.name: field.name for field in fields(LanguageModelSpec)}
+FIELDS |= {"tied": "tie_word_embeddings", "embedding_std": "initializer_range"}
+"""Fields of a specification, and their names in a saved model's configuration."""
 
 _BASES = CLASSES | {"solver": (Solver,), "gradient": (Gradient,), "sweep": (Sweep,)}
 """The base classes of each kind: the user's own subclasses are accepted, too."""
@@ -136,7 +144,7 @@ def from_json(kind: str, data: object, where: str, base: Any = None) -> Any:
 
 def _value(key: str, value: object, where: str, default: object) -> Any:
     """The value of a field."""
-    kind = "solve" if key == "eval_solve" else key
+    kind = SECTIONS.get(key, key)
     if kind not in CLASSES or value is None:
         return tuple(value) if isinstance(value, list) else value
     if isinstance(value, list | tuple):

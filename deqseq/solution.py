@@ -4,6 +4,7 @@ import os
 import sys
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from pathlib import Path
@@ -128,6 +129,11 @@ class SolveStats:
     evaluations: int
     updates: Int64[Tensor, "batch *tokens"]
     forced: Bool[Tensor, "batch length"] | None = None
+
+    def moved(self, move: Callable[[Any], Tensor]) -> "SolveStats":
+        """The same where ``move`` puts the numbers of tokens, each ``(batch, length)``."""
+        names = ("iterations", "residual", "updates", "forced")
+        return replace(self, **{name: move(getattr(self, name)) for name in names})
 
 
 def worst_token(numbers: Shaped[Tensor, "batch *tokens"]) -> Shaped[Tensor, " batch"]:

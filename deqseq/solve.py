@@ -1,4 +1,8 @@
-"""Solving: a problem, the loop of its iteration, and the function that users call."""
+"""Solving: a problem, the function that users call, and the loop.
+
+The loop evaluates the map and asks the solver for the next point. What has been found of the batch
+is kept by :class:`AllTokens` or :class:`deqseq.windows.Swept`, which decide what has ended.
+"""
 
 import math
 from collections.abc import Callable
@@ -8,7 +12,7 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 import torch
 
-from deqseq.arguments import Function, check_callable, check_type, checked, shown
+from deqseq.arguments import Function, check_type, checked, shown
 from deqseq.rows import check_rows, map_tensors, on_device, on_host, per_row, put, take
 from deqseq.solution import Call, Outcome, Solution, SolveStats, Status, warn_failed, worst_token
 from deqseq.solvers.base import Solver
@@ -24,11 +28,11 @@ from deqseq.step import (
     next_point,
     returned_value,
 )
-from deqseq.stop import Stop, relative
+from deqseq.stop import Stop
 from deqseq.sweeps import Sweep
 from deqseq.tokens import TokenArgs
 from deqseq.types import FixedPointMap, RowIndex, State
-from deqseq.windows import Window, iterate_windows
+from deqseq.windows import Found, Moved, Swept
 
 
 class Changes(TypedDict, total=False):
@@ -95,10 +99,12 @@ class Problem(Call):
         problem = replace(self, **changes)
         check_transforms(problem.stop)
         if problem.sweep is None or problem.sweep.block is None:
-            solution = iterate_rows(problem)
+            # with other strides, as of expanded zeros, the map would be compiled twice
+            solution = iterate(problem, AllTokens(problem), problem.z0.contiguous())
         else:
             _check_sweep(problem)
-            solution = iterate_windows(problem)
+            swept = Swept(problem)
+            solution = iterate(problem, swept, swept.states())
         stats = solution.stats
         if problem.sweep is None:
             stats = replace(stats, residual=worst_token(stats.residual))
@@ -222,96 +228,130 @@ def solve(
 def posed(**fields: Any) -> Problem:
     """The problem of a caller, whose map, start and ``args`` are checked."""
     problem = Problem(**fields)
-    if (
-        problem.args is None
-        and not Function(1).is_kind(problem.f)
-        and Function(2).is_kind(problem.f)
-    ):
-        raise TypeError(f"f must take z only, got {shown(problem.f)}: give the second one as args=")
-    check_callable("f", problem.f, 1 if problem.args is None else 2)
+    f, wanted = problem.f, Function(1 if problem.args is None else 2)
+    if problem.args is None and not wanted.is_kind(f) and Function(2).is_kind(f):
+        raise TypeError(f"f must take z only, got {shown(f)}: give the second one as args=")
+    wanted("f", f)
     check_start("z0", problem.z0)
     check_rows("args", problem.args, len(problem.z0))
     return problem
 
 
-def iterate_rows(problem: Problem) -> Solution:
-    """Iterate until every row has ended, all tokens of a row together.
+class AllTokens(Found):
+    """What a solve has found of the whole batch, where all tokens of a row are iterated together.
 
-    Gradients pass where the caller has enabled them. The point of a row that has ended no longer
-    changes. With ``args``, of which rows can be taken, such rows are stored and removed once they
-    are a quarter of the batch.
+    The point of a row that has ended no longer changes. With ``args``, of which rows can be taken,
+    such rows are stored and removed once they are a quarter of the batch.
     """
-    f, args, solver, stop = problem.f, problem.args, problem.solver, problem.stop
-    z0, device = problem.z0, problem.z0.device
-    batch, tokens = len(z0), math.prod(z0.shape[1:-1])
-    budget = 1 if solver.owns_loop else stop.max_steps
-    evaluations = evaluations_alone = 0
-    window = Window(stop, solver, batch, tokens)  # all tokens of the rows that are still evaluated
-    running = np.ones(batch, dtype=bool)  # rows that have not ended
-    status = np.full(batch, int(Status.MAX_STEPS_REACHED))
-    iterations, updates = np.zeros((2, batch), dtype=np.int64)
-    numbers: np.ndarray | None = None  # d and s of each token, (2, batch, tokens)
-    stored: Any = None  # value and aux of the whole batch
 
-    def evaluated(z: State) -> tuple[State, Any]:
-        nonlocal evaluations
-        evaluations += 1
-        return evaluate(f, z, args, has_aux=problem.has_aux)
+    def __init__(self, problem: Problem) -> None:
+        batch, tokens = len(problem.z0), math.prod(problem.z0.shape[1:-1])
+        super().__init__(problem, tokens, tokens, tokens)
+        self.args, self.evaluations_alone = problem.args, 0
+        self.leaving = np.zeros(batch, dtype=bool)  # rows that have ended
+        self.status = np.full(batch, int(Status.MAX_STEPS_REACHED))
+        self.iterations, self.updates = np.zeros((2, batch), dtype=np.int64)
+        self.stored: Any = None  # value and aux
 
-    # with other strides, as of expanded zeros, the map would be compiled twice
-    z, memory = solver.begin(window.remembered(evaluated), z0.contiguous(), stop)
-    answers_checked = False
-    while True:
-        fz, aux = evaluated(z)
-        rows, last = window.rows, evaluations >= budget
-        checks = last or evaluations % stop.check_every == 0
-        if checks or (numbers is None and stop.has_tolerance):
-            measured = on_host(window.measure(z, fz, tokens))
-            passed, sound = window.judge(measured, torch.finfo(z.dtype).eps)
-            numbers = measured[:2] if numbers is None else numbers
-            numbers[:, rows] = measured[:2]
-            if checks:
-                row_passed, row_sound = passed.all(axis=1), sound.all(axis=1)
-                ended = running[rows] & (last | row_passed | ~row_sound)
-                status[rows[ended & row_passed]] = Status.CONVERGED
-                status[rows[ended & ~row_sound]] = Status.DIVERGED
-                iterations[rows[ended]] = evaluations
-                running[rows[ended]] = False
-            if checks and problem.callback is not None:
-                residual = on_device(relative(numbers), device)
-                active = int(running.sum())
-                problem.callback(Progress(evaluations, stop.max_steps, active, residual))
-        if not answers_checked:
-            check_rows("aux", aux, len(z))
-        frozen, done = ~running[rows], not running.any()
-        remove = args is not None and 4 * frozen.sum() >= len(rows)
-        if remove and not done and len(rows) == batch:  # the first that are removed
+    def judge(self, z: State, fz: State) -> bool:
+        """Decide which rows have ended."""
+        window, rows, stop = self.window, self.window.rows, self.problem.stop
+        last = self.evaluations >= window.budget
+        checks = last or self.evaluations % stop.check_every == 0
+        if not checks and not (window.fresh.all() and stop.has_tolerance):
+            return False
+        numbers = on_host(window.measure(z, fz, self.length))
+        passed, sound = window.judge(numbers, torch.finfo(z.dtype).eps)
+        self.numbers[:, rows] = numbers[:2]
+        if not checks:
+            return False
+        passed, sound = passed.all(axis=1), sound.all(axis=1)
+        ended = self.running[rows] & (last | passed | ~sound)
+        self.status[rows[ended & passed]] = Status.CONVERGED
+        self.status[rows[ended & ~sound]] = Status.DIVERGED
+        self.iterations[rows[ended]] = self.evaluations
+        self.running[rows[ended]] = False
+        self.leaving = ~self.running[rows]
+        return True
+
+    def move(self, z: State, fz: State, aux: Any, proposal: State) -> Moved:
+        """Freeze the rows that have ended, or store and remove them."""
+        frozen, problem = self.leaving, self.problem
+        z_next = torch.where(per_row(on_device(frozen, self.device), z), z, proposal)
+        if self.args is None or 4 * frozen.sum() < len(frozen):
+            return z_next, None
+        if self.stored is None:
             fz, aux = map_tensors(torch.clone, (fz, aux))  # a map may fill the same buffers again
             if problem.renew is None:  # the map is the caller's own
-                stay = on_device(np.flatnonzero(~frozen), device)
-                evaluations_alone = check_independent(f, z, args, fz, stay, problem.has_aux)
-        if done or remove:  # all rows are stored; those that go on are overwritten when they end
-            diverged = status[rows] == Status.DIVERGED
-            at_point = diverged
-            if problem.returns_tested:
-                at_point = diverged | (status[rows] == Status.CONVERGED)
-            places = on_device(rows, device)
-            start = z0[places] if diverged.any() else z  # only read where a row diverged
-            value = returned_value(z, fz, at_point, diverged, start)
-            stored = (value, aux) if stored is None else put(stored, places, (value, aux))
-            updates[rows] = evaluations
-        if done:
-            arrays = status, iterations, relative(numbers), updates
-            there, steps, residual, work = (on_device(x, device) for x in arrays)
-            stats = SolveStats(steps, residual, evaluations + evaluations_alone, work)
-            return Solution(stored[0], there, stats, status, stored[1])
+                stay = on_device(np.flatnonzero(~frozen), self.device)
+                self.evaluations_alone = check_independent(
+                    problem.f, z, self.args, fz, stay, problem.has_aux
+                )
+        self.store(z, fz, aux)
+        staying = self.window.keep(~frozen, self.device)
+        self.leaving = self.leaving[~frozen]
+        z_next, self.args = take((z_next, self.args), staying)
+        return z_next, staying
+
+    def store(self, z: State, fz: State, aux: Any) -> None:
+        """Store what the rows that are evaluated return; those that go on are overwritten later."""
+        rows = self.window.rows
+        at_point = diverged = self.status[rows] == Status.DIVERGED
+        if self.problem.returns_tested:
+            at_point = diverged | (self.status[rows] == Status.CONVERGED)
+        places = on_device(rows, self.device)
+        start = self.problem.z0[places] if diverged.any() else z  # only read where a row diverged
+        new = returned_value(z, fz, at_point, diverged, start), aux
+        self.stored = new if self.stored is None else put(self.stored, places, new)
+        self.updates[rows] = self.evaluations
+
+    def solution(self, z: State, fz: State, aux: Any) -> Solution:
+        """Store the end of the last rows."""
+        self.store(z, fz, aux)
+        arrays = self.status, self.iterations, self.updates
+        status, steps, updates = (on_device(x, self.device) for x in arrays)
+        evaluations = self.evaluations + self.evaluations_alone
+        stats = SolveStats(steps, self.residual(), evaluations, updates)
+        return Solution(self.stored[0], status, stats, self.status, self.stored[1])
+
+
+def iterate(problem: Problem, found: Found, z: State) -> Solution:
+    """Iterate from ``z`` until every row has ended, and return what was ``found``.
+
+    Gradients pass where the caller has enabled them.
+    """
+    solver, stop, window = problem.solver, problem.stop, found.window
+
+    def evaluated(z: State) -> tuple[State, Any]:
+        found.evaluations += 1
+        return evaluate(problem.f, z, found.args, has_aux=problem.has_aux)
+
+    begun = window.remembered(evaluated)
+    z, memory = solver.begin(begun, z, stop)
+    first = True
+    while True:
+        fz, aux = evaluated(z)
+        measured = found.judge(z, fz)
+        if measured and problem.callback is not None:
+            counts = found.evaluations, stop.max_steps, int(found.running.sum())
+            problem.callback(Progress(*counts, found.residual()))
+        if first:
+            check_rows("aux", aux, len(z))
+        if not found.running.any():
+            return found.solution(z, fz, aux)
         proposal, memory = next_point(solver, z, fz, memory)
-        if not answers_checked and args is not None:
+        if first and problem.args is not None:
             check_rows(f"the state of {type(solver).__name__}", memory, len(z))
-        answers_checked = True
-        if frozen.any():
-            proposal = torch.where(per_row(on_device(frozen, device), z), z, proposal)
-        z = proposal
+        first = False
+        if not found.leaving.any():
+            z = proposal
+        else:
+            z, staying = found.move(z, fz, aux, proposal)
+            if staying is not None:
+                memory = take(memory, staying)
+            # where rows that have ended stay, a solver with a loop of its own solves them once more
+            if not solver.owns_loop:
+                memory = window.carry(memory, z)
+            elif (window.moved_at == found.evaluations).any():
+                z, memory = solver.begin(begun, z, stop)
         del fz, proposal, aux  # not held while the map is evaluated
-        if remove:
-            z, memory, args = take((z, memory, args), window.keep(~frozen, device))

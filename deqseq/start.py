@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from deqseq.arguments import Between, Within, checked
-from deqseq.types import Sequence
+from deqseq.arguments import Between, PositiveFloat, checked
+from deqseq.types import Sequence, float32_at_least
 
 
 @checked
@@ -37,7 +37,7 @@ class RandomStart:
         True
     """
 
-    std: Annotated[float, Within("(0, inf)")] = 1.0
+    std: PositiveFloat = 1.0
     seed: Annotated[int, Between(0, 2**32 - 1)] | None = (
         None  # torch's generator on the CPU takes 32 bits
     )
@@ -57,9 +57,7 @@ class RandomStart:
                 f"{self.seed}"
             )
         random = None if self.seed is None else torch.Generator("cpu").manual_seed(int(self.seed))
-        numbers = torch.empty(
-            like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device="cpu"
-        )
+        numbers = torch.empty(like.shape, dtype=float32_at_least(like), device="cpu")
         # the share of a normal distribution within three standard deviations
         share = math.erf(3 / math.sqrt(2))
         normal = numbers.uniform_(-share, share, generator=random).erfinv() * math.sqrt(2)

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from deqseq.arguments import AtLeast, Within, checked, shown, versions
-from deqseq.types import Residual, State, is_dense
+from deqseq.arguments import NonNegativeFloat, PositiveInt, Within, checked, shown, versions
+from deqseq.types import Residual, State, float32_at_least, is_dense
 
 LARGEST = torch.finfo(torch.float32).max
 Numbers = Any
@@ -28,7 +28,7 @@ def token_norms(x: State) -> Float[Tensor, "batch tokens"]:
         >>> token_norms(torch.tensor([[[3.0, 4.0], [0.0, 1.0]]]))
         tensor([[5., 1.]])
     """
-    accumulate = torch.promote_types(x.dtype, torch.float32)
+    accumulate = float32_at_least(x)
     if x.ndim == 1:
         return x.abs().to(accumulate)[:, None]
     norms = torch.linalg.vector_norm(x, dim=-1, keepdim=x.ndim == 2, dtype=accumulate)
@@ -140,16 +140,16 @@ class Stop:
         8
     """
 
-    rtol: Annotated[float, Within("[0, inf)")] = 1e-3
-    atol: Annotated[float, Within("[0, inf)")] = 0.0
-    max_steps: Annotated[int, AtLeast(1)] = 64
-    check_every: Annotated[int, AtLeast(1)] = 1
+    rtol: NonNegativeFloat = 1e-3
+    atol: NonNegativeFloat = 0.0
+    max_steps: PositiveInt = 64
+    check_every: PositiveInt = 1
     divergence: Annotated[float, Within("(1, inf]")] = 1e4
     norm: Literal["token", "row"] | Rule = "token"
 
     @classmethod
     @checked
-    def exactly(cls, steps: Annotated[int, AtLeast(1)]) -> "Stop":
+    def exactly(cls, steps: PositiveInt) -> "Stop":
         """Run ``steps`` evaluations whatever the residual, check it once at the end, and return the
         last value.
 
@@ -258,7 +258,7 @@ def _measured(rule: Rule, z: State, fz: State) -> tuple[Residual, Residual]:
         got = shown(residual)
         raise TypeError(f"{type(rule).__name__}.residual must return {wanted}, got {got}")
     # a token that the map does not move has converged: at padding, a relative residual is 0 / 0
-    residual = residual.to(torch.promote_types(fz.dtype, torch.float32))
+    residual = residual.to(float32_at_least(fz))
     residual = residual.masked_fill(token_norms(fz - z) == 0, 0)
     return residual, torch.ones_like(residual)
 

@@ -1,9 +1,8 @@
 """Which tokens are solved together: a block size and a window."""
 
 from dataclasses import dataclass
-from typing import Annotated
 
-from deqseq.arguments import AtLeast, check_integer, checked
+from deqseq.arguments import PositiveInt, check_integer, checked
 
 
 class Sweep:
@@ -82,7 +81,7 @@ class Chunked(Sweep):
         (16, True)
     """
 
-    size: Annotated[int, AtLeast(1)]
+    size: PositiveInt
 
     @property
     def block(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -133,4 +132,4 @@ class Sliding(Sweep):
     """
 
     block = 1
-    window: Annotated[int, AtLeast(1)] = 8
+    window: PositiveInt = 8

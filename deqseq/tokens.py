@@ -139,24 +139,3 @@ def check_commits(backbone: Backbone[Any]) -> None:
         )
     if not keeps_cache(backbone):
         backbone.advance(None, None, 1)
-
-
-def commit(
-    backbone: Backbone[Any], cache: Cache | None, aux: Any, states: Sequence, counts: Counts | None
-) -> Cache:
-    """The cache after the first ``counts`` tokens of each row of an evaluation of these states."""
-    check_type("cache", cache, (Cache, type(None)))
-    (rows, length), device = states.shape[:2], states.device
-    if counts is None:
-        low = high = length
-    else:
-        check_type("counts", counts, Tensor)
-        if counts.dtype != torch.int64 or counts.shape != (rows,) or counts.device != device:
-            got = f"{counts.dtype} {tuple(counts.shape)} on {counts.device}"
-            raise ValueError(f"counts must be int64 of shape ({rows},) on {device}, got {got}")
-        low, high = torch.stack(torch.aminmax(counts)).tolist()  # one transfer
-        if low < 0 or high < 1 or high > length:
-            wanted = f"0 to {length} tokens of each row, and not all 0"
-            raise ValueError(f"counts must be {wanted}, got {counts.tolist()}")
-    tokens = TokenArgs(backbone, None, cache)
-    return tokens.advance(aux, rows, high, None if low == high else counts)

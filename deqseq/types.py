@@ -41,3 +41,8 @@ FixedPointMap = Callable[..., Any]
 def is_dense(value: object) -> TypeGuard[Tensor]:
     """Whether it is a tensor, and of the usual layout."""
     return isinstance(value, Tensor) and value.layout == torch.strided
+
+
+def float32_at_least(x: Tensor) -> torch.dtype:
+    """The dtype in which numbers of ``x`` are accumulated."""
+    return torch.promote_types(x.dtype, torch.float32)

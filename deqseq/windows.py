@@ -1,5 +1,6 @@
-"""Windows of tokens that move on as their first tokens converge, and the loop of a sweep."""
+"""Windows of tokens that move on as their first tokens converge."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -9,13 +10,13 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from deqseq.rows import check_rows, on_device, on_host, per_row, take
+from deqseq.rows import on_device, on_host, per_row, take
 from deqseq.solution import Solution, SolveStats, Status
 from deqseq.solvers.base import Solver
-from deqseq.step import Progress, carried, evaluate, next_point, returned_value
+from deqseq.step import carried, returned_value
 from deqseq.stop import Pair, Stop, relative
 from deqseq.tokens import TokenArgs
-from deqseq.types import RowIndex, State
+from deqseq.types import Residual, RowIndex, State, float32_at_least
 
 if TYPE_CHECKING:
     from deqseq.solve import Problem
@@ -26,6 +27,8 @@ MOVES_EVERY = 2
 These move at once: a window of one token; one that passes entirely at its first evaluation, or at
 the end of its row; one that has spent its budget; and every one if ``check_every`` is above 1.
 """
+
+Moved = tuple[Float[Tensor, "rows *event"], RowIndex | None]
 
 GROWTH = 1e4
 """How many times its first size a token may have where a solver combines points."""
@@ -40,6 +43,7 @@ class Window:
 
     def __init__(self, stop: Stop, solver: Solver[Any], rows: int, width: int) -> None:
         self.stop, self.solver, self.width = stop, solver, width
+        self.budget = 1 if solver.owns_loop else stop.max_steps
         self.rows = np.arange(rows)  # places in the batch of the rows that are still evaluated
         self.moved_at = np.zeros(rows, dtype=np.int64)  # evaluations at the row's last move
         # evaluations when a token came into the window, or its input changed
@@ -154,7 +158,49 @@ class Window:
         return staying
 
 
-class Swept:
+class Found(ABC):
+    """What a solve has found of the whole batch; :func:`deqseq.solve.iterate` asks it what to do.
+
+    Attributes:
+        args: what the map needs of the rows and tokens that are evaluated.
+        window: these rows and tokens.
+        evaluations: how many there were.
+        running: which rows of the batch have not ended, ``(batch,)``.
+        leaving: of the rows that are evaluated, which have something to :meth:`move`, ``(rows,)``.
+        numbers: the latest d and s of each token, ``(2, batch, tokens)``.
+    """
+
+    args: Any
+    leaving: np.ndarray
+
+    def __init__(self, problem: "Problem", length: int, width: int, room: int) -> None:
+        z0, self.problem, self.length = problem.z0, problem, length
+        batch, self.device = len(z0), z0.device
+        self.window = Window(problem.stop, problem.solver, batch, width)
+        self.evaluations = 0
+        self.running = np.ones(batch, dtype=bool)
+        kind = float32_at_least(z0).itemsize
+        self.numbers = np.ones((2, batch, room), f"f{kind}")
+        self.numbers[0] = np.inf
+
+    def residual(self) -> Residual:
+        """The latest relative residual of each token; infinite where there is none yet."""
+        return on_device(relative(self.numbers[:, :, : self.length]), self.device)
+
+    @abstractmethod
+    def judge(self, z: State, fz: State) -> bool:
+        """Decide which rows or tokens have ended; whether the residual was checked."""
+
+    @abstractmethod
+    def move(self, z: State, fz: State, aux: Any, proposal: State) -> Moved:
+        """Freeze or store what has ended: the next point, and which rows stay (None: each)."""
+
+    @abstractmethod
+    def solution(self, z: State, fz: State, aux: Any) -> Solution:
+        """Store the end of the last rows, and return everything that was found."""
+
+
+class Swept(Found):
     """What a sweep has found of the whole batch, and the tokens that are in the windows now.
 
     Leading blocks that pass are stored and committed, and the window moves on; tokens that stay
@@ -165,44 +211,31 @@ class Swept:
     def __init__(self, problem: "Problem") -> None:
         z0, sweep, tokens = problem.z0, problem.sweep, problem.args
         assert sweep is not None and sweep.block is not None
-        batch, self.length = z0.shape[:2]
-        self.stop, self.solver, self.all_tokens = problem.stop, problem.solver, tokens
-        self.budget = 1 if problem.solver.owns_loop else problem.stop.max_steps
-        self.block, self.device, self.evaluations = sweep.block, z0.device, 0
-        width = sweep.width(self.length)
-        self.window = window = Window(problem.stop, problem.solver, batch, width)
-        self.returns_tested = problem.returns_tested
+        batch, length = z0.shape[:2]
+        width = sweep.width(length)
+        super().__init__(problem, length, width, length + width)  # windows may reach beyond the end
+        self.block, self.all_tokens = sweep.block, tokens
         self.cache, self.returns_cache = tokens.cache, tokens.need_aux
-        room = self.length + window.width  # windows may reach beyond the end
-        self.values = F.pad(z0, (0, 0, 0, window.width))  # final, or the states in the windows
-        kind = torch.promote_types(z0.dtype, torch.float32).itemsize
-        self.numbers = np.ones((2, batch, room), f"f{kind}")  # the latest of each token
-        self.numbers[0] = np.inf
-        self.lengths = np.full(batch, self.length)
+        self.values = F.pad(z0, (0, 0, 0, width))  # final, or the states in the windows
+        self.lengths = np.full(batch, length)
         if tokens.mask is not None:
             self.lengths = on_host(tokens.mask.sum(dim=1))
         self.first = np.zeros(batch, dtype=np.int64)  # where each row's window is
         self.work = np.zeros(batch, dtype=np.int64)  # evaluations of one token
-        self.running = np.ones(batch, dtype=bool)
         self.status = np.full(batch, int(Status.CONVERGED))
-        self.iterations = np.zeros((batch, self.length), dtype=np.int64)
-        self.forced = np.zeros((batch, self.length), dtype=bool)
+        self.iterations = np.zeros((batch, length), dtype=np.int64)
+        self.forced = np.zeros((batch, length), dtype=bool)
         self.place_windows()
 
     def states(self) -> State:
         """The states in the windows, ``(rows, width, d_model)``."""
         return self.values.flatten(0, 1)[self.value_index]
 
-    def progress(self) -> Progress:
-        """What a callback is told."""
-        residual = on_device(relative(self.numbers)[:, : self.length], self.device)
-        return Progress(self.evaluations, self.stop.max_steps, int(self.running.sum()), residual)
-
     def judge(self, z: State, fz: State) -> bool:
-        """Decide how many tokens leave each window; whether the residual was measured."""
-        window, rows, every = self.window, self.window.rows, self.stop.check_every
+        """Decide how many tokens leave each window."""
+        window, rows, every = self.window, self.window.rows, self.problem.stop.check_every
         left, age = self.lengths[rows] - self.first[rows], self.evaluations - window.moved_at
-        at_budget, new = age >= self.budget, window.fresh[:, -1]
+        at_budget, new = age >= window.budget, window.fresh[:, -1]
         checks = (left > 0) & (at_budget | (age % every == 0))
         self.leaving = np.zeros_like(left)
         if not (checks | new).any():
@@ -230,8 +263,8 @@ class Swept:
         self.running[rows] = ~self.diverged & (self.leaving < left)
         return True
 
-    def move(self, z: State, fz: State, aux: Any, proposal: State) -> Tensor | None:
-        """Store and commit what leaves, and move on; which rows stay in the batch (None: each)."""
+    def move(self, z: State, fz: State, aux: Any, proposal: State) -> Moved:
+        """Store and commit what leaves, and move the windows on."""
         window, rows = self.window, self.window.rows
         self.store(z, fz, proposal)
         self.commit(aux)
@@ -246,10 +279,10 @@ class Swept:
             staying = window.keep(stay, self.device)
             self.cache = take(self.cache, staying)
         self.place_windows()
-        return staying
+        return self.states(), staying
 
     def solution(self, z: State, fz: State, aux: Any) -> Solution:
-        """Store the end of the last rows, and return everything that was found."""
+        """Store the end of the last rows."""
         self.store(z, fz, fz)
         if self.returns_cache:
             self.commit(aux)
@@ -258,10 +291,9 @@ class Swept:
         # work beyond the end of a row is counted at its last token
         updates[np.arange(len(updates)), self.lengths - 1] += self.work - updates.sum(axis=1)
         self.numbers[0, np.arange(self.numbers.shape[2]) >= self.lengths[:, None]] = 0  # padding
-        residual = np.ascontiguousarray(relative(self.numbers)[:, : self.length])
-        arrays = self.status, self.iterations, residual, updates, self.forced
-        status, steps, residual, updates, forced = (on_device(x, self.device) for x in arrays)
-        stats = SolveStats(steps, residual, self.evaluations, updates, forced)
+        arrays = self.status, self.iterations, updates, self.forced
+        status, steps, updates, forced = (on_device(x, self.device) for x in arrays)
+        stats = SolveStats(steps, self.residual(), self.evaluations, updates, forced)
         cache = self.cache if self.returns_cache else None
         value = self.values[:, : self.length].contiguous()
         return Solution(value, status, stats, self.status, cache)
@@ -269,7 +301,7 @@ class Swept:
     def store(self, z: State, fz: State, proposal: State) -> None:
         """Write the windows back: final values of tokens that leave, next states of the others."""
         at_point, start = self.diverged, z
-        if self.returns_tested:
+        if self.problem.returns_tested:
             at_point = self.diverged | ~self.spent
         if self.diverged.any():
             start = self.states()
@@ -290,7 +322,7 @@ class Swept:
         """The cache after the tokens that leave."""
         low, high = int(self.leaving.min()), int(self.leaving.max())
         counts = None if low == high else on_device(self.leaving, self.device)
-        self.cache = self.tokens.advance(aux, len(self.window.rows), high, counts)
+        self.cache = self.args.advance(aux, len(self.window.rows), high, counts)
 
     def place_windows(self) -> None:
         """Where the windows are now, and what the map needs of their tokens."""
@@ -303,43 +335,4 @@ class Swept:
         real = token < self.lengths[row]
         mask = None if real.all() else on_device(real, self.device)
         cache = None if self.cache is None else self.cache.reserve(self.window.width)
-        self.tokens: TokenArgs = self.all_tokens.at(shared, separate, cache, mask)
-
-
-def iterate_windows(problem: "Problem") -> Solution:
-    """Iterate until every row has ended; each row has its own window, which moves on."""
-    solver, stop, swept = problem.solver, problem.stop, Swept(problem)
-
-    def evaluated(z: State) -> tuple[State, Any]:
-        swept.evaluations += 1
-        return evaluate(problem.f, z, swept.tokens, has_aux=problem.has_aux)
-
-    begun = swept.window.remembered(evaluated)
-    z, memory = solver.begin(begun, swept.states(), stop)
-    first = True
-    while True:
-        fz, aux = evaluated(z)
-        measured = swept.judge(z, fz)
-        if measured and problem.callback is not None:
-            problem.callback(swept.progress())
-        if first:
-            check_rows("aux", aux, len(z))
-        if not swept.running.any():
-            return swept.solution(z, fz, aux)
-        proposal, memory = next_point(solver, z, fz, memory)
-        if first:
-            check_rows(f"the state of {type(solver).__name__}", memory, len(z))
-        first = False
-        if not swept.leaving.any():
-            z = proposal
-            continue
-        staying = swept.move(z, fz, aux, proposal)
-        z = swept.states()
-        del fz, proposal, aux  # not held while the map is evaluated
-        if staying is not None:
-            memory = take(memory, staying)
-        # where rows that have ended stay, a solver with a loop of its own solves them once more
-        if not solver.owns_loop:
-            memory = swept.window.carry(memory, z)
-        elif (swept.window.moved_at == swept.evaluations).any():
-            z, memory = solver.begin(begun, z, stop)
+        self.args: TokenArgs = self.all_tokens.at(shared, separate, cache, mask)

@@ -12,7 +12,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from deqseq.arguments import AtLeast, Instance, Within, check_like, check_type, checked, shown
+from deqseq.arguments import (
+    Instance,
+    NonNegativeInt,
+    Within,
+    check_like,
+    check_type,
+    checked,
+    shown,
+)
 from deqseq.layers import RMSNorm, apply_weight_norm, dropout_mask
 from deqseq.layers.weight_norm import has_weight_norm
 from deqseq.rows import take, tensors_of
@@ -37,7 +45,7 @@ class Cache:
         return tensors_of(self)
 
     @checked
-    def reserve(self, tokens: Annotated[int, AtLeast(0)], /) -> "Cache":
+    def reserve(self, tokens: NonNegativeInt, /) -> "Cache":
         """The same cache, prepared for a solve of the next ``tokens``."""
         return self
 

@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from threading import get_ident
-from typing import Annotated
 
 import torch
 from jaxtyping import Bool, Int64
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deqseq.arguments import (
-    AtLeast,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Probability,
@@ -31,7 +30,7 @@ from deqseq.layers import (
 )
 from deqseq.layers.attention import KeyValues, Past, check_heads
 from deqseq.rows import map_tensors, take, tensors_of
-from deqseq.types import Counts, Mask, RowIndex, Sequence
+from deqseq.types import Counts, Mask, RowIndex, Sequence, float32_at_least
 
 
 @checked
@@ -183,7 +182,7 @@ class LlamaCache(Cache):
         return after + (self.length if self.counts is None else self.counts[:, None])
 
     @checked
-    def reserve(self, tokens: Annotated[int, AtLeast(0)]) -> "LlamaCache":
+    def reserve(self, tokens: NonNegativeInt) -> "LlamaCache":
         """The same cache with room for ``tokens`` more, and their attention mask."""
         free = self.writable
         if self.ahead == tokens and free:
@@ -316,7 +315,7 @@ class Llama(BlockStack[LlamaCache]):
             positions = cache.positions(x.shape[1])
         dtype = torch.float32
         if not config.float32_rotary:
-            dtype = torch.promote_types(x.dtype, torch.float32)
+            dtype = float32_at_least(x)
         turning = config.head_width // (2 if config.grid else 1)
         frequencies = rotary_frequencies(
             turning, config.rope_theta, config.rope_scaling, x.device, dtype

@@ -2,17 +2,10 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
 
 from torch import nn
 
-from deqseq.arguments import (
-    AtLeast,
-    PositiveFloat,
-    PositiveInt,
-    Probability,
-    checked,
-)
+from deqseq.arguments import NonNegativeInt, PositiveFloat, PositiveInt, Probability, checked
 from deqseq.backbones.base import BlockStack, Cache, Inputs, SkipScale, check_cache
 from deqseq.layers import Mamba2Block, Mamba2Mixer, RMSNorm
 from deqseq.layers.mamba2_mixer import MixerAux, MixerState, check_groups
@@ -63,7 +56,7 @@ class Mamba2Config:
     expand: PositiveInt = 2
     n_groups: PositiveInt = 1
     d_conv: PositiveInt = 4
-    mlp_width: Annotated[int, AtLeast(0)] = 0
+    mlp_width: NonNegativeInt = 0
     chunk_size: PositiveInt | None = None
     norm_eps: PositiveFloat = 1e-5
     dt_limit: StepBounds = (0.0, math.inf)

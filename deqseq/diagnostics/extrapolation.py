@@ -1,15 +1,16 @@
 """Does a model hold what it predicts when it iterates longer than it was trained to?"""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Unpack
+from typing import Any, Unpack
 
 import torch
 
-from deqseq.arguments import AtLeast, checked
+from deqseq.arguments import PositiveInt, checked
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.diagnostics.reports import check_call, text_table
 from deqseq.models.causal_lm import CausalLM, CausalLMOutput, Tokens
 from deqseq.models.eval_mode import eval_mode
+from deqseq.models.padding import last_real
 from deqseq.stop import Stop
 from deqseq.sweeps import Simultaneous
 from deqseq.types import Mask
@@ -82,7 +83,7 @@ def extrapolation(
     *,
     targets: Tokens | None = None,
     mask: Mask | None = None,
-    trained: Annotated[int, AtLeast(1)] | None = None,
+    trained: PositiveInt | None = None,
     solve: SolveConfig | None = None,
     **fields: Unpack[SolveFields],
 ) -> ExtrapolationReport:
@@ -129,9 +130,7 @@ def extrapolation(
 
 def _measured(iterations: int, output: CausalLMOutput, real: Mask) -> Depth:
     assert output.loss is not None and output.stats is not None
-    last = (torch.arange(real.shape[1], device=real.device) * real).argmax(dim=1)
-    places = last[:, None, None].expand(-1, 1, output.logits.shape[2])
-    predicted = output.logits.gather(1, places)[:, 0].softmax(dim=-1)
+    predicted = last_real(output.logits, real)[:, 0].softmax(dim=-1)
     difference = torch.pdist(predicted, p=1).mean() / 2
     residual = output.stats.residual.amax(dim=1).median()
     return Depth(iterations, output.loss.item(), residual.item(), difference.item())

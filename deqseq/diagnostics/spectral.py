@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
-from deqseq.arguments import AtLeast, Within, check_callable, checked
+from deqseq.arguments import Function, PositiveInt, Within, checked
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.diagnostics.reports import check_call, text_table
 from deqseq.layers import with_weights
@@ -20,9 +20,8 @@ from deqseq.models.recurrent_depth import RecurrentDepth
 from deqseq.rows import map_tensors
 from deqseq.step import check_start, evaluate
 from deqseq.stop import Stop, relative
-from deqseq.types import FixedPointMap, Mask, RowMask, State
+from deqseq.types import FixedPointMap, Mask, RowMask, State, float32_at_least
 
-Products = Annotated[int, AtLeast(1)]
 TOLERANCE = 1e-2
 """The relative residual up to which a point counts as a fixed point."""
 SHOWN = 8
@@ -89,7 +88,9 @@ class SpectralRadius:
 
 
 @checked
-def spectral_radius(f: FixedPointMap, z_star: State, *, products: Products = 32) -> SpectralRadius:
+def spectral_radius(
+    f: FixedPointMap, z_star: State, *, products: PositiveInt = 32
+) -> SpectralRadius:
     r"""The largest absolute eigenvalue of a map's Jacobian at a point, per row, by Arnoldi's
     method.
 
@@ -116,7 +117,7 @@ def spectral_radius(f: FixedPointMap, z_star: State, *, products: Products = 32)
         >>> report.radius, report.damped(0.5)
         (tensor([0.9000]), tensor([0.6727]))
     """
-    check_callable("f", f, 1)
+    Function(1)("f", f)
     check_start("z_star", z_star)
     generator = torch.Generator().manual_seed(0)
     values, error, fz, _ = _eigenvalues(lambda z: (f(z), None), z_star, products, generator)
@@ -129,7 +130,7 @@ def model_spectral_radius(
     ids: Tokens,
     *,
     mask: Mask | None = None,
-    products: Products = 32,
+    products: PositiveInt = 32,
     solve: SolveConfig | None = None,
     **fields: Unpack[SolveFields],
 ) -> SpectralRadius:
@@ -237,7 +238,7 @@ def _ritz_values(
         The eigenvalues, and the norm of the smallest change of the matrix that makes the largest
         one exact.
     """
-    first = start.flatten(1).to(torch.promote_types(start.dtype, torch.float32))
+    first = start.flatten(1).to(float32_at_least(start))
     batch, size = first.shape
     products = min(products, size)
     basis = first.new_zeros(batch, products + 1, size)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import torch
 
-from deqseq.arguments import AtLeast, Within, checked
+from deqseq.arguments import PositiveInt, Within, checked
 from deqseq.gradients.base import AttachedGradient, checkpointed
 from deqseq.types import State
 
@@ -52,7 +52,7 @@ class Phantom(AttachedGradient):
         3.48
     """
 
-    steps: Annotated[int, AtLeast(1)] = 4
+    steps: PositiveInt = 4
     damping: Annotated[float, Within("(0, 1]")] = 0.8
     checkpoint: bool = False
 

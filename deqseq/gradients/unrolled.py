@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 from itertools import count
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 
-from deqseq.arguments import AtLeast, checked
+from deqseq.arguments import PositiveInt, checked
 from deqseq.gradients.base import Gradient, checkpointed, primed
 from deqseq.solution import Solution
 from deqseq.solve import Problem
@@ -57,7 +57,7 @@ class Unrolled(Gradient):
     """
 
     checkpoint: bool = False
-    last: Annotated[int, AtLeast(1)] | None = None
+    last: PositiveInt | None = None
 
     def apply(self, problem: Problem, *, keep_value: bool = False) -> Solution:
         if not torch.is_grad_enabled():

@@ -4,14 +4,14 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from deqseq.arguments import AtLeast, checked
+from deqseq.arguments import PositiveInt, checked
 from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface import (
     DeqseqForCausalLM,
@@ -66,9 +66,9 @@ class SolvedLM(HFLM):
         tokenizer: PreTrainedTokenizerBase,
         solve: SolveConfig | Mapping[str, Any] | None = None,
         *,
-        window: Annotated[int, AtLeast(1)] | None = None,
-        batch_size: Annotated[int, AtLeast(1)] | str = 16,
-        max_length: Annotated[int, AtLeast(1)] | None = None,
+        window: PositiveInt | None = None,
+        batch_size: PositiveInt | str = 16,
+        max_length: PositiveInt | None = None,
     ) -> None:
         ours = [module.model for module in model.modules() if isinstance(module, DeqseqForCausalLM)]
         if not ours and (solve or (window or 1) > 1):

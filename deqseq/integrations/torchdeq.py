@@ -7,7 +7,14 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from deqseq.arguments import AtLeast, Within, check_known, checked
+from deqseq.arguments import (
+    AtLeast,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    check_known,
+    checked,
+)
 from deqseq.solution import ConvergenceWarning
 from deqseq.solvers import ExternalSolver
 from deqseq.stop import Stop
@@ -65,10 +72,10 @@ class TorchDEQ(ExternalSolver):
     combines = True
 
     name: Literal["fixed_point_iter", "simple_fixed_point_iter", "anderson", "broyden"]
-    tau: Annotated[float, Within("(0, inf)")] | None = None
+    tau: PositiveFloat | None = None
     m: Annotated[int, AtLeast(2)] | None = None
-    lam: Annotated[float, Within("[0, inf)")] | None = None
-    LBFGS_thres: Annotated[int, AtLeast(1)] | None = None
+    lam: NonNegativeFloat | None = None
+    LBFGS_thres: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         for option in self._options():

@@ -1,13 +1,13 @@
 """Residual blocks of a feed-forward layer and the Mamba2 mixer or attention, and their dropout."""
 
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deqseq.arguments import AtLeast, PositiveInt, Probability, Within, checked
+from deqseq.arguments import NonNegativeFloat, NonNegativeInt, PositiveInt, Probability, checked
 from deqseq.layers.attention import Attention, Injected, KeyValues, Past
 from deqseq.layers.mamba2_mixer import Mamba2Mixer, MixerAux, MixerState
 from deqseq.layers.rms_norm import Channels, RMSNorm
@@ -70,8 +70,8 @@ class Mamba2Block(nn.Module):
         self,
         mixer: Mamba2Mixer,
         d_model: PositiveInt,
-        mlp_width: Annotated[int, AtLeast(0)] = 0,
-        norm_eps: Annotated[float, Within("[0, inf)")] = 1e-5,
+        mlp_width: NonNegativeInt = 0,
+        norm_eps: NonNegativeFloat = 1e-5,
     ) -> None:
         super().__init__()
         self.norm = RMSNorm(d_model, norm_eps)
@@ -140,7 +140,7 @@ class LlamaBlock(nn.Module):
         attention: Attention,
         d_model: PositiveInt,
         mlp_width: PositiveInt,
-        norm_eps: Annotated[float, Within("[0, inf)")] = 1e-5,
+        norm_eps: NonNegativeFloat = 1e-5,
         norms: Norms = "pre",
     ) -> None:
         super().__init__()

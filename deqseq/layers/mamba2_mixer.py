@@ -13,7 +13,7 @@ from deqseq.layers.rms_norm import GatedRMSNorm
 from deqseq.layers.weight_norm import with_weights
 from deqseq.ops import Backend, fused, reference
 from deqseq.ops.reference import ScanState, StepBounds, StepSizes
-from deqseq.types import Counts, Sequence
+from deqseq.types import Counts, Sequence, float32_at_least
 
 
 class MixerState(NamedTuple):
@@ -173,7 +173,7 @@ class Mamba2Mixer(nn.Module):
 
     def _dynamics(self) -> tuple[Float[Tensor, " heads"], StepSizes]:
         """The decay rates, in float32 at least, and how step sizes follow from projections."""
-        A_log = self.A_log.to(torch.promote_types(self.A_log.dtype, torch.float32))
+        A_log = self.A_log.to(float32_at_least(self.A_log))
         return -torch.exp(A_log), StepSizes(self.dt_bias, limit=self.dt_limit)
 
 

@@ -1,13 +1,11 @@
 """Root-mean-square normalisation, plain and gated."""
 
-from typing import Annotated
-
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deqseq.arguments import PositiveInt, Within, checked
+from deqseq.arguments import NonNegativeFloat, PositiveInt, checked
 
 Channels = Float[Tensor, "*batch dim"]
 
@@ -30,7 +28,7 @@ class RMSNorm(nn.Module):
     """
 
     @checked
-    def __init__(self, dim: PositiveInt, eps: Annotated[float, Within("[0, inf)")] = 1e-5) -> None:
+    def __init__(self, dim: PositiveInt, eps: NonNegativeFloat = 1e-5) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))
@@ -62,7 +60,7 @@ class GatedRMSNorm(nn.Module):
     def __init__(
         self,
         dim: PositiveInt,
-        eps: Annotated[float, Within("[0, inf)")] = 1e-5,
+        eps: NonNegativeFloat = 1e-5,
         groups: PositiveInt = 1,
     ) -> None:
         super().__init__()

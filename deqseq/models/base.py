@@ -12,7 +12,7 @@ from deqseq.config import SolveFields
 from deqseq.layers import Attention
 from deqseq.models.output import Evaluation
 from deqseq.start import Start
-from deqseq.tokens import commit
+from deqseq.tokens import TokenArgs
 from deqseq.types import Counts, Sequence
 
 SETTINGS = frozenset({"solve", "eval_solve", *SolveFields.__annotations__})
@@ -141,12 +141,23 @@ class BackboneModel(Model):
     def commit(
         self, cache: Cache | None, evaluation: Evaluation, counts: Counts | None = None
     ) -> Cache:
-        made = evaluation.aux
+        made, device = evaluation.aux, evaluation.states.device
         if not isinstance(made, Uncommitted):
             raise ValueError(OTHER_EVALUATION)
         if made.backbone is not self.backbone or made.cache is not cache:
             raise ValueError(OTHER_EVALUATION)
-        return commit(self.backbone, cache, made.aux, evaluation.states, counts)
+        rows, length = evaluation.states.shape[:2]
+        low = high = length
+        if counts is not None:
+            if counts.dtype != torch.int64 or counts.shape != (rows,) or counts.device != device:
+                got = f"{counts.dtype} {tuple(counts.shape)} on {counts.device}"
+                raise ValueError(f"counts must be int64 of shape ({rows},) on {device}, got {got}")
+            low, high = torch.stack(torch.aminmax(counts)).tolist()  # one transfer
+            if low < 0 or high < 1 or high > length:
+                wanted = f"0 to {length} tokens of each row, and not all 0"
+                raise ValueError(f"counts must be {wanted}, got {counts.tolist()}")
+        tokens = TokenArgs(self.backbone, None, cache)
+        return tokens.advance(made.aux, rows, high, None if low == high else counts)
 
     def compile(self, **options: Any) -> None:
         self.backbone.compile(**options)

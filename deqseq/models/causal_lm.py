@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deqseq.arguments import (
-    AtLeast,
     Between,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
     Within,
     check_ids,
     check_integer,
@@ -31,7 +34,7 @@ from deqseq.models.padding import check_mask
 from deqseq.models.recurrent_depth import check_adapters, solved_part
 from deqseq.models.sampler import Sampler, Seed
 from deqseq.step import Callback
-from deqseq.types import Mask, Sequence, is_dense
+from deqseq.types import Mask, Sequence, float32_at_least, is_dense
 
 Tokens = Integer[Tensor, "batch length"]
 """Ids of tokens, of any integer dtype."""
@@ -70,14 +73,14 @@ class CausalLM(nn.Module):
     @checked
     def __init__(
         self,
-        vocab_size: Annotated[int, AtLeast(1)],
+        vocab_size: PositiveInt,
         model: Model,
-        embedding_std: Annotated[float, Within("[0, inf)")] = 0.02,
+        embedding_std: NonNegativeFloat = 0.02,
         *,
         tied: bool = True,
-        embedding_dropout: Annotated[float, Within("[0, 1)")] = 0.0,
-        embedding_scale: Annotated[float, Within("(0, inf)")] = 1.0,
-        logit_softcap: Annotated[float, Within("(0, inf)")] | None = None,
+        embedding_dropout: Probability = 0.0,
+        embedding_scale: PositiveFloat = 1.0,
+        logit_softcap: PositiveFloat | None = None,
     ) -> None:
         super().__init__()
         self.embedding_dropout, self.embedding_scale = embedding_dropout, embedding_scale
@@ -177,12 +180,12 @@ class CausalLM(nn.Module):
         self,
         input_ids: Tokens,
         *,
-        max_new_tokens: Annotated[int, AtLeast(1)],
-        window: Annotated[int, AtLeast(1)] | None = None,
+        max_new_tokens: PositiveInt,
+        window: PositiveInt | None = None,
         mask: Mask | None = None,
         cache: Cache | None = None,
-        temperature: Annotated[float, Within("[0, inf)")] = 0.0,
-        top_k: Annotated[int, AtLeast(1)] | None = None,
+        temperature: NonNegativeFloat = 0.0,
+        top_k: PositiveInt | None = None,
         top_p: Annotated[float, Within("(0, 1]")] | None = None,
         seed: Seed | None = None,
         stop_tokens: int | Iterable[int] = (),
@@ -338,11 +341,7 @@ class CausalLM(nn.Module):
             name, answers = "targets", targets
         if answers is None:
             return None
-        answers = as_int64(answers)
-        check_like(name, answers, ids, "input_ids")
-        if mask is not None:
-            check_mask(mask, ids)
-            answers = answers.masked_fill(~mask, IGNORED)
+        answers = real_answers(name, answers, ids, mask)
         if labels is not None:
             answers = answers[:, 1:]
             if mask is not None:  # the token that predicts a label must be real too
@@ -382,6 +381,16 @@ def token_ids(name: str, ids: Tensor, embedding: nn.Embedding) -> Int64[Tensor, 
     return ids
 
 
+def real_answers(name: str, answers: Tokens, ids: Tokens, mask: Mask | None) -> Tokens:
+    """Labels or targets of ``ids`` as int64, ignored at padding; an error if they do not fit."""
+    answers = as_int64(answers)
+    check_like(name, answers, ids, "input_ids")
+    if mask is None:
+        return answers
+    check_mask(mask, ids)
+    return answers.masked_fill(~mask, IGNORED)
+
+
 def check_scored(name: str, answers: Tokens, n_classes: int) -> None:
     """Refuse labels or targets out of their range, or that leave nothing to score."""
     scored = answers[answers != IGNORED]
@@ -394,5 +403,5 @@ def check_scored(name: str, answers: Tokens, n_classes: int) -> None:
 
 def cross_entropy(logits: Tensor, answers: Tokens) -> Float[Tensor, ""]:
     """Mean cross entropy in nats, in at least float32."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits.to(float32_at_least(logits))
     return F.cross_entropy(logits.flatten(0, 1), answers.flatten(), ignore_index=IGNORED)

@@ -1,10 +1,10 @@
 """The same backbone without iteration: the baseline."""
 
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 
-from deqseq.arguments import AtLeast, checked
+from deqseq.arguments import PositiveInt, checked
 from deqseq.backbones.base import Cache, GivenBackbone, check_narrow
 from deqseq.layers import with_weights
 from deqseq.models.base import BackboneModel, Uncommitted, check_input, check_loaded
@@ -80,7 +80,7 @@ class ExplicitModel(BackboneModel):
         x: Sequence,
         cache: Cache | None = None,
         start: Start | Sequence | None = None,
-        iterations: Annotated[int, AtLeast(1)] = 1,
+        iterations: PositiveInt = 1,
     ) -> Evaluation:
         check_input(x, self.backbone)
         check_commits(self.backbone)

@@ -21,6 +21,7 @@ from deqseq.config import SolveConfig, SolveFields, resolve
 from deqseq.layers import with_weights
 from deqseq.models.base import Model
 from deqseq.models.output import Evaluation, Generation, NewTokens
+from deqseq.models.padding import last_real
 from deqseq.models.recurrent_depth import solved_part
 from deqseq.models.sampler import Logits, Sampler
 from deqseq.rows import on_device, on_host, take
@@ -84,7 +85,7 @@ class OneByOne:
     def evaluate(self, x: Sequence) -> tuple[States, Tensor]:
         output = self._model(x, cache=self.cache, return_cache=True, **self._options)
         self.cache, stats = output.cache, output.stats
-        states = _last(output.value, self._options.get("mask"))
+        states = last_real(output.value, self._options.get("mask"))
         if stats is None:
             return states, torch.zeros(len(x), 3, dtype=torch.int64, device=x.device)
         self.evaluations += stats.evaluations
@@ -184,14 +185,6 @@ class InWindow:
         states = torch.where(sound, now.states, now.point)
         z, self._memory = next_point(self._solver, now.point, states, memory)
         return z.masked_fill(~sound, 0)
-
-
-def _last(value: Sequence, mask: Mask | None) -> States:
-    """The state of each row's last real token, ``(batch, 1, d_model)``."""
-    if mask is None:
-        return value[:, -1:]
-    last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1)
-    return value[torch.arange(len(value), device=value.device), last][:, None]
 
 
 class _Record:

@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from deqseq.arguments import AtLeast, check_type, checked
+from deqseq.arguments import PositiveInt, check_type, checked
 from deqseq.backbones.base import Cache, GivenBackbone
 from deqseq.config import SolveConfig, SolveFields, resolve
 from deqseq.layers import with_weights
@@ -262,7 +262,7 @@ class ImplicitModel(BackboneModel):
         x: Sequence,
         cache: Cache | None = None,
         start: Start | Sequence | None = None,
-        iterations: Annotated[int, AtLeast(1)] = 1,
+        iterations: PositiveInt = 1,
     ) -> Evaluation:
         states = start if isinstance(start, Tensor) else None
         config = self.solve_config

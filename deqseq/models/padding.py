@@ -43,10 +43,8 @@ class Padding:
         """The solution with all tokens moved back."""
         if self.order is None:
             return solution
-        stats = solution.stats
-        names = ("iterations", "residual", "updates", "forced")
-        moved = {name: self.back(getattr(stats, name)) for name in names}
-        return replace(solution, value=self.back(solution.value), stats=replace(stats, **moved))
+        stats = solution.stats.moved(self.back)
+        return replace(solution, value=self.back(solution.value), stats=stats)
 
     def back(self, x: Shaped[Tensor, "batch length ..."]) -> Shaped[Tensor, "batch length ..."]:
         """``x`` with all tokens moved back."""
@@ -60,6 +58,16 @@ def _moved(x: Tensor, order: Tensor) -> Tensor:
     while order.ndim < x.ndim:
         order = order[..., None]
     return x.gather(1, order.expand_as(x))
+
+
+def last_real(
+    x: Shaped[Tensor, "batch length d"], mask: Mask | None
+) -> Shaped[Tensor, "batch 1 d"]:
+    """What ``x`` has at the last real token of each row."""
+    if mask is None:
+        return x[:, -1:]
+    last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1)
+    return x[torch.arange(len(x), device=x.device), last][:, None]
 
 
 def check_mask(mask: Tensor, tokens: Tensor) -> bool:

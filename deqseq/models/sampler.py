@@ -9,6 +9,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from deqseq.arguments import Between
+from deqseq.types import float32_at_least
 
 Logits = Float[Tensor, "rows tokens vocab"]
 
@@ -43,7 +44,7 @@ class Sampler:
         """
         finite = logits.isfinite().all(dim=-1)
         if self.temperature:
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            logits = logits.to(float32_at_least(logits))
             logits = logits - logits.amax(dim=-1, keepdim=True)  # so that no quotient overflows
             logits = logits / max(self.temperature, torch.finfo(logits.dtype).tiny)
             if self.top_k is not None or self.top_p is not None:

@@ -2,11 +2,18 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from torch import nn
 
-from deqseq.arguments import AtLeast, Within, checked
+from deqseq.arguments import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    checked,
+)
 from deqseq.backbones import (
     AddInjection,
     Backbone,
@@ -55,9 +62,9 @@ class DecoderLayers:
         8
     """
 
-    d_model: Annotated[int, AtLeast(1)]
-    first: Annotated[int, AtLeast(0)]
-    end: Annotated[int, AtLeast(1)]
+    d_model: PositiveInt
+    first: NonNegativeInt
+    end: PositiveInt
     final_norm: bool = False
 
     def __post_init__(self) -> None:
@@ -118,20 +125,20 @@ class LanguageModelSpec:
         ('ImplicitModel', 'ExplicitModel')
     """
 
-    vocab_size: Annotated[int, AtLeast(1)]
+    vocab_size: PositiveInt
     backbone: Sizes
     solve: SolveConfig | None = SolveConfig()
     eval_solve: SolveConfig | None = None
     tied: bool = True
-    embedding_std: Annotated[float, Within("[0, inf)")] = 0.02
-    embedding_dropout: Annotated[float, Within("[0, 1)")] = 0.0
-    embedding_scale: Annotated[float, Within("(0, inf)")] = 1.0
-    logit_softcap: Annotated[float, Within("(0, inf)")] | None = None
+    embedding_std: NonNegativeFloat = 0.02
+    embedding_dropout: Probability = 0.0
+    embedding_scale: PositiveFloat = 1.0
+    logit_softcap: PositiveFloat | None = None
     prelude: Sizes | None = None
     coda: Sizes | None = None
     injection: Name | None = None
     norm: Literal["coda"] | None = None
-    steps: Annotated[int, AtLeast(1)] | None = None
+    steps: PositiveInt | None = None
     loop_start: Start = "input"
 
     def __post_init__(self) -> None:

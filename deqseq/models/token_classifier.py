@@ -1,26 +1,24 @@
 """Classifies every token (puzzles, tagging), by a causal model or one in both directions."""
 
-from typing import Annotated, Any, Unpack
+from typing import Any, Unpack
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 
-from deqseq.arguments import AtLeast, Within, check_like, checked
+from deqseq.arguments import NonNegativeFloat, PositiveInt, checked
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.models.base import Model, refuse_setting
 from deqseq.models.causal_lm import (
-    IGNORED,
     Tokens,
-    as_int64,
     check_integers,
     check_scored,
     cross_entropy,
+    real_answers,
     token_ids,
 )
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import TokenClassifierOutput
-from deqseq.models.padding import check_mask
 from deqseq.models.recurrent_depth import solved_part
 from deqseq.step import Callback
 from deqseq.types import Mask, Sequence
@@ -67,12 +65,12 @@ class TokenClassifier(nn.Module):
     @checked
     def __init__(
         self,
-        vocab_size: Annotated[int, AtLeast(1)],
-        n_classes: Annotated[int, AtLeast(1)],
+        vocab_size: PositiveInt,
+        n_classes: PositiveInt,
         model: Model,
         *,
         positions: Positions | None = None,
-        embedding_std: Annotated[float, Within("[0, inf)")] = 1.0,
+        embedding_std: NonNegativeFloat = 1.0,
     ) -> None:
         super().__init__()
         self.n_classes, self.model = n_classes, model
@@ -137,11 +135,7 @@ class TokenClassifier(nn.Module):
                 f"{input_ids.shape[1]}"
             )
         if targets is not None:
-            targets = as_int64(targets)
-            check_like("targets", targets, input_ids, "input_ids")
-            if mask is not None:
-                check_mask(mask, input_ids)
-                targets = targets.masked_fill(~mask, IGNORED)
+            targets = real_answers("targets", targets, input_ids, mask)
             check_scored("targets", targets, self.n_classes)
         options: dict[str, Any] = {"callback": callback, "throw": throw, "solve": solve, **fields}
         output = self.model(self.embed(input_ids), mask=mask, **options)

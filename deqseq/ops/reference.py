@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deqseq.arguments import Wanted, Within
-from deqseq.types import Counts
+from deqseq.types import Counts, float32_at_least
 
 CHUNK = 64  # what suits a CPU's caches
 UNLIMITED = (0.0, float("inf"))
@@ -67,7 +67,7 @@ def scan(
     chunk_size: int | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The scan, chunk by chunk in matrix products, in float32 at least; see ``ssd``."""
-    size, dtype = chunk_size or CHUNK, torch.promote_types(x.dtype, torch.float32)
+    size, dtype = chunk_size or CHUNK, float32_at_least(x)
     # autocast would take the matrix products to half precision
     with torch.autocast(x.device.type, enabled=False):
         step = steps.of(dt.to(dtype)).transpose(1, 2).contiguous()
@@ -97,7 +97,7 @@ def state_after(
     counts: Counts | None,
 ) -> ScanState:
     """The state after the last token, or after the first so many of each row."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = float32_at_least(x)
     with torch.autocast(x.device.type, enabled=False):
         step = steps.of(dt.to(dtype))
         if counts is not None:

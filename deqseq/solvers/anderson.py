@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from deqseq.arguments import AtLeast, Within, checked
+from deqseq.arguments import AtLeast, PositiveFloat, Within, checked
 from deqseq.rows import put
 from deqseq.solvers.base import Solver
-from deqseq.types import RowIndex, State
+from deqseq.types import RowIndex, State, float32_at_least
 
 WITHOUT_FLOAT64 = {"mps"}
 """Types of devices that have no float64: there the small systems are solved on the CPU."""
@@ -65,7 +65,7 @@ class Anderson(Solver[AndersonMemory]):
     combines: ClassVar[bool] = True
     memory: Annotated[int, AtLeast(2)] = 4  # with 1 it would be Relaxed
     mixing: Annotated[float, Within("(0, 1]")] = 1.0
-    ridge: Annotated[float, Within("(0, inf)")] | None = None
+    ridge: PositiveFloat | None = None
 
     def init(self, z0: State) -> AndersonMemory:
         dtype = torch.float32 if z0.device.type in WITHOUT_FLOAT64 else torch.float64
@@ -123,7 +123,7 @@ class Anderson(Solver[AndersonMemory]):
 
 def _row_products(x: State, others: tuple[State, ...]) -> Float[Tensor, "batch kept"]:
     """Inner products of each row with the same row of others, accumulated in at least float32."""
-    accumulate = torch.promote_types(x.dtype, torch.float32)
+    accumulate = float32_at_least(x)
     flat = [(one[:, None] if one.ndim == 1 else one.flatten(1)).to(accumulate) for one in others]
     return torch.stack([torch.linalg.vecdot(flat[-1], one) for one in flat], dim=1)
 

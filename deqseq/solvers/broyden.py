@@ -10,7 +10,7 @@ from torch import Tensor
 from deqseq.arguments import PositiveInt, checked
 from deqseq.rows import put
 from deqseq.solvers.base import Solver
-from deqseq.types import RowIndex, State
+from deqseq.types import RowIndex, State, float32_at_least
 
 Vectors = Float[Tensor, "batch size"]
 
@@ -69,7 +69,7 @@ class Broyden(Solver[BroydenMemory | None]):
         return None
 
     def step(self, z: State, fz: State, state: BroydenMemory | None) -> tuple[State, BroydenMemory]:
-        accumulate = torch.promote_types(z.dtype, torch.float32)
+        accumulate = float32_at_least(z)
         point = z.reshape(z.shape[0], -1).to(accumulate)
         residual = fz.reshape(z.shape[0], -1).to(accumulate) - point
         if state is None:

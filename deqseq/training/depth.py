@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Annotated, Literal
 
-from deqseq.arguments import AtLeast, Within, checked
+from deqseq.arguments import NonNegativeInt, PositiveInt, Within, checked
 
 
 @checked
@@ -45,9 +45,9 @@ class PoissonLogNormal:
     mean: Annotated[float | int, Within("(0, 1e6]")]
     sigma: Annotated[float | int, Within("[0, 2]")] = 0.5
     rise: Literal["linear", "1-sqrt"] | None = None
-    smallest: Annotated[int, AtLeast(1)] = 1
-    largest: Annotated[int, AtLeast(1)] | None = None
-    seed: Annotated[int, AtLeast(0)] = 0
+    smallest: PositiveInt = 1
+    largest: PositiveInt | None = None
+    seed: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
         if self.largest is not None and self.largest < self.smallest:

@@ -2,12 +2,12 @@
 
 import math
 from numbers import Real
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from deqseq.arguments import AtLeast, checked, shown
+from deqseq.arguments import NonNegativeInt, checked, shown
 
 
 class NonFiniteLoss(FloatingPointError):
@@ -23,7 +23,7 @@ class NonFiniteLoss(FloatingPointError):
 def check_finite(
     value: Any,
     *,
-    step: Annotated[int, AtLeast(0)],
+    step: NonNegativeInt,
     phase: str | None = None,
     quantity: str = "loss",
 ) -> float:

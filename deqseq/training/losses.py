@@ -1,16 +1,15 @@
 """A term of a training loss: the size of a map's Jacobian."""
 
 from contextlib import nullcontext
-from typing import Annotated
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from deqseq.arguments import AtLeast, check_callable, checked
+from deqseq.arguments import Function, PositiveInt, checked
 from deqseq.step import check_start, evaluate
-from deqseq.types import FixedPointMap, State
+from deqseq.types import FixedPointMap, State, float32_at_least
 
 
 @checked
@@ -18,7 +17,7 @@ def jacobian_regularisation(
     f: FixedPointMap,
     z_star: State,
     *,
-    samples: Annotated[int, AtLeast(1)] = 1,
+    samples: PositiveInt = 1,
     generator: torch.Generator | None = None,
 ) -> Float[Tensor, ""]:
     r"""The size of the Jacobian at a fixed point, a term of the loss that keeps solves short.
@@ -54,7 +53,7 @@ def jacobian_regularisation(
         >>> round(value.item(), 2)  # (0.25 + 0.01) / 2
         0.13
     """
-    check_callable("f", f, 1)
+    Function(1)("f", f)
     check_start("z_star", z_star)
     differentiable = torch.is_grad_enabled()
     device = z_star.device if generator is None else generator.device
@@ -71,6 +70,6 @@ def jacobian_regularisation(
             (pulled,) = torch.autograd.grad(
                 fz, z, v, retain_graph=True, create_graph=differentiable, materialize_grads=True
             )
-            sizes.append(pulled.to(torch.promote_types(z.dtype, torch.float32)).square().mean())
+            sizes.append(pulled.to(float32_at_least(z)).square().mean())
         value = torch.stack(sizes).mean()
     return value if differentiable else value.detach()

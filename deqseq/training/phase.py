@@ -5,14 +5,13 @@ from typing import Annotated, Any
 
 from torch import nn
 
-from deqseq.arguments import AtLeast, Within, check_integer, checked
+from deqseq.arguments import PositiveInt, Within, check_integer, checked
 from deqseq.config import SolveConfig
 from deqseq.gradients import Gradient, Phantom, Unrolled
 from deqseq.models.explicit import ExplicitModel
 from deqseq.models.implicit import ImplicitModel
 from deqseq.training.depth import PoissonLogNormal
 
-Steps = Annotated[int, AtLeast(1)]
 End = Annotated[float | int, Within("(0, inf)")] | None
 
 
@@ -115,8 +114,8 @@ def _starts(way: Phase | ImplicitModel) -> set[Any]:
 
 @checked
 def bounded(
-    steps: Steps = 4,
-    phantom: Steps = 1,
+    steps: PositiveInt = 4,
+    phantom: PositiveInt = 1,
     *,
     until: End = 0.8,
     name: str = "bounded",
@@ -145,8 +144,8 @@ def bounded(
 
 @checked
 def free(
-    budget: Steps = 24,
-    phantom: Steps = 4,
+    budget: PositiveInt = 24,
+    phantom: PositiveInt = 4,
     *,
     rtol: Annotated[float | int, Within("[0, inf)")] = 0.05,
     until: End = None,
@@ -180,10 +179,10 @@ def free(
 
 @checked
 def unrolled(
-    steps: Steps | PoissonLogNormal = 8,
+    steps: PositiveInt | PoissonLogNormal = 8,
     *,
     until: End,
-    last: Steps | None = None,
+    last: PositiveInt | None = None,
     name: str = "unrolled",
     base: SolveConfig = SolveConfig(),
     eval_base: SolveConfig | None = None,

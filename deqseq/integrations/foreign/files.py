@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from deqseq.arguments import AtLeast, check_type, checked
+from deqseq.arguments import PositiveInt, check_type, checked
 from deqseq.integrations.foreign.engine import described, loaded
 from deqseq.integrations.foreign.pretrained import PRETRAINED
 from deqseq.integrations.foreign.recurrent_depth import RECURRENT
@@ -31,7 +31,7 @@ def from_pretrained(
     dtype: torch.dtype | None = None,
     *,
     revision: str | None = None,
-    steps: Annotated[int, AtLeast(1)] | None = None,
+    steps: PositiveInt | None = None,
 ) -> CausalLM:
     """A model of another library, from its ``config.json`` and weights, without its code.
 
@@ -79,7 +79,7 @@ def from_pretrained(
 def from_state(
     config: Mapping[str, Any],
     state: Mapping[str, Tensor],
-    steps: Annotated[int, AtLeast(1)] | None = None,
+    steps: PositiveInt | None = None,
 ) -> CausalLM:
     """The same from a parsed ``config.json`` and a state dict.
 

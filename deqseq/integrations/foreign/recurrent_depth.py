@@ -21,6 +21,7 @@ from deqseq.models import LanguageModelSpec
 from deqseq.solvers import Naive
 from deqseq.start import RandomStart
 from deqseq.stop import Stop
+from deqseq.types import float32_at_least
 
 _RAVEN: Table = {
     "n_embd": ("d_model", int),
@@ -191,7 +192,7 @@ class OuroGate(nn.Module):
             like=earlier[..., :1],
             what="one number of each state",
         )
-        wide = logits[..., 0].to(torch.promote_types(logits.dtype, torch.float32))
+        wide = logits[..., 0].to(float32_at_least(logits))
         stays = torch.sigmoid(-wide).cumprod(dim=0)  # falls from loop to loop
         return 1 + (stays > 1 - self.threshold).sum(dim=0)
 

@@ -1,7 +1,7 @@
 """The tokens of a call and those before it: the cache, masks, positions, packed sequences."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -371,8 +371,7 @@ class Packing:
         stats = output.stats
         status = output.status
         if stats is not None:
-            names = ("iterations", "residual", "updates", "forced")
-            stats = replace(stats, **{name: self.together(getattr(stats, name)) for name in names})
+            stats = stats.moved(self.together)
         if status is not None:  # a row has the worst status of its sequences
             status = self.together(status[:, None].expand_as(self.apart)).amax(dim=1)
         return ModelOutput(self.together(output.value), None, stats, status)

@@ -16,7 +16,7 @@ from transformers.configuration_utils import SubConfigSpec
 
 from deqseq import __version__
 from deqseq.arguments import check_integer, check_known, check_type, checked
-from deqseq.as_json import Json, from_json, to_json
+from deqseq.as_json import FIELDS, PARTS, SECTIONS, Json, from_json, to_json
 from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface.decoder import DecoderBackbone
@@ -46,13 +46,6 @@ Names that begin with an underscore are its own, too.
 CODE = "deqseq_models"
 """The module beside a saved configuration from which transformers loads our classes."""
 
-PARTS = ("prelude", "backbone", "coda")
-SECTIONS: dict[str, Any] = dict.fromkeys(PARTS, "backbone")
-SECTIONS |= {"solve": "solve", "eval_solve": "solve", "loop_start": "start"}
-"""Fields that hold an object as JSON, and its kind."""
-FIELDS = {field.name: field.name for field in fields(LanguageModelSpec)}
-FIELDS |= {"tied": "tie_word_embeddings", "embedding_std": "initializer_range"}
-"""Fields of a specification, and their names in transformers."""
 HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
 DERIVED = ("hidden_size", "num_hidden_layers", *HEADS)
 """What tools read; it follows from the backbones."""

@@ -25,7 +25,7 @@ from deqseq.layers.attention import KeyValues, Past
 from deqseq.models.base import Model
 from deqseq.models.recurrent_depth import solved_part
 from deqseq.models.specification import DecoderLayers
-from deqseq.types import Mask, Sequence
+from deqseq.types import Mask, Sequence, float32_at_least
 
 NAMES = (
     "arcee gemma gemma2 gemma3_text glm glm4 helium llama ministral mistral nemotron olmo olmo2 "
@@ -365,5 +365,5 @@ def _eager(
     scores = q @ k.mT * scaling
     if mask is not None:
         scores = scores + mask
-    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    weights = scores.softmax(-1, dtype=float32_at_least(q)).to(q.dtype)
     return (weights @ v).transpose(1, 2), weights

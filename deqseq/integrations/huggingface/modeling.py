@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from deqseq.arguments import check_ids, check_type, shown
-from deqseq.as_json import from_json, to_json
+from deqseq.as_json import PARTS, from_json, to_json
 from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface.cache import (
     ImplicitCache,
@@ -28,7 +28,7 @@ from deqseq.integrations.huggingface.cache import (
     check_positions,
     check_tensors,
 )
-from deqseq.integrations.huggingface.configuration import PARTS, ConfigSettings, DeqseqConfig
+from deqseq.integrations.huggingface.configuration import ConfigSettings, DeqseqConfig
 from deqseq.integrations.huggingface.decoder import DecoderBackbone, choose_attention, watch
 from deqseq.layers import fold_weight_norm
 from deqseq.models import ImplicitModel
