@@ -267,6 +267,7 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
         ("rms_norm_eps", -1),
         ("rms_norm_eps", float("nan")),
         ("attention_bias", "yes"),
+        ("mlp_bias", 0),
         ("hidden_act", ""),
         ("rope_parameters", "default"),
         ("rope_parameters", ROPE | {"rope_theta": -1}),
@@ -283,10 +284,11 @@ def test_fields_of_a_decoder_are_checked(field, value):
 
 @pytest.mark.parametrize("field", ["hidden_act", "attention_bias", "num_key_value_heads"])
 def test_a_misspelt_field_of_a_decoder_is_told(field):
-    config = in_decoder("llama")
-    config["decoder_config"][field + "x"] = config["decoder_config"].pop(field)
-    with pytest.raises(ValueError, match=rf"'{field}x' is unknown; did you mean '{field}'"):
-        plan(config)
+    for typo in (field + "x", field.upper(), field.replace("_", "-")):
+        config = in_decoder("llama")
+        config["decoder_config"][typo] = config["decoder_config"].pop(field)
+        with pytest.raises(ValueError, match=rf"'{typo}' is unknown; did you mean '{field}'"):
+            plan(config)
 
 
 def test_an_override_of_a_decoder_changes_what_it_names():

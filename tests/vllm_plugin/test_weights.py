@@ -120,6 +120,13 @@ def test_a_half_of_another_name_is_named(tmp_path):
         dict(checked(weights.items(), found))
 
 
+def test_a_direction_that_is_a_number_is_named(tmp_path):
+    found, weights = saved(MODELS["weight norm"], tmp_path)
+    name = next(name for name in weights if name.endswith("original1"))
+    with pytest.raises(ValueError, match=rf"{name} must be a matrix, got the shape \(\)"):
+        dict(checked((weights | {name: weights[name][0, 0]}).items(), found))
+
+
 def test_a_weight_of_another_model_is_named(tmp_path):
     found, weights = saved(MODELS["implicit"], tmp_path)
     name = "model.core.backbone.layers.7.mlp.up_proj.weight"

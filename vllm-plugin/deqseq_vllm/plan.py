@@ -332,11 +332,12 @@ def _check_decoder(decoder: Json) -> None:
         "attention_bias": (False, True, None),
     }
     heads = ("num_key_value_heads", "head_dim")
+    plain = {name.lower().replace("-", "_"): name for name in decoder}
     for field in (*needed, *heads, *served):
-        near = [] if field in decoder else difflib.get_close_matches(field, decoder, 1, 0.9)
+        near = [] if field in decoder else difflib.get_close_matches(field, plain, 1, 0.9)
         if near:
             raise ValueError(
-                f"decoder_config field {near[0]!r} is unknown; did you mean {field!r}?"
+                f"decoder_config field {plain[near[0]]!r} is unknown; did you mean {field!r}?"
             )
         if field in needed and decoder.get(field) is None:
             raise ValueError(
@@ -346,7 +347,7 @@ def _check_decoder(decoder: Json) -> None:
             check_integer(f"decoder_config.{field}", decoder[field], 1)
     for field, values in served.items():
         value = decoder.get(field, values[0])
-        if not any(value is each or value == each for each in values):
+        if not any(value is each or (value == each and isinstance(value, str)) for each in values):
             _refuse(f"decoder_config.{field}", " or ".join(map(str, values)), shown(value))
     check_number("decoder_config.rms_norm_eps", decoder["rms_norm_eps"], "[0, inf)")
     rope, where = decoder["rope_parameters"], "decoder_config.rope_parameters"

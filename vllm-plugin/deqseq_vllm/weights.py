@@ -92,6 +92,11 @@ def folded(weights: Named) -> Iterator[tuple[str, Tensor]]:
         if len(pair) == 2:
             magnitude, direction = pair["original0"], pair["original1"]
             halves[layer] = dict.fromkeys(pair)
+            if direction.ndim != 2:
+                raise ValueError(
+                    f"the saved weight {layer}{NORMALISED}original1 must be a matrix, got the "
+                    f"shape {tuple(direction.shape)}"
+                )
             if magnitude.shape != (len(direction), 1):
                 raise ValueError(
                     f"the saved weight {layer}{NORMALISED}original0 must have one number for each "
