@@ -5,7 +5,16 @@ import re
 from dataclasses import fields, replace
 
 import pytest
-from deqseq_vllm.plan import FIELDS, OTHERS, SECTIONS, changed, check_name, plan
+from deqseq_vllm.plan import (
+    FIELDS,
+    OTHERS,
+    SECTIONS,
+    SIZES,
+    changed,
+    check_name,
+    decoder_changed,
+    plan,
+)
 from transformers import AutoConfig
 
 import deqseq as dq
@@ -242,6 +251,94 @@ def test_fields_that_a_decoder_must_have(name):
         plan(config | {"decoder_config": None})
 
 
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_size", "16"),
+        ("hidden_size", -3),
+        ("num_attention_heads", 0),
+        ("num_hidden_layers", 2.5),
+        ("num_key_value_heads", {"a": 1}),
+        ("head_dim", False),
+        ("intermediate_size", [32]),
+        ("rms_norm_eps", -1),
+        ("rms_norm_eps", float("nan")),
+        ("attention_bias", "yes"),
+        ("mlp_bias", 0),
+        ("hidden_act", ""),
+        ("rope_parameters", "default"),
+        ("rope_parameters", ROPE | {"rope_theta": -1}),
+        ("rope_parameters", {"rope_theta": 10000.0}),
+        ("rope_parameters", ROPE | {"rope_type": "llama3", "factor": 8.0}),
+    ],
+)
+def test_fields_of_a_decoder_are_checked(field, value):
+    config = in_decoder("llama")
+    config["decoder_config"][field] = value
+    with pytest.raises((TypeError, ValueError), match=rf"decoder_config\.{field}.* must be .*got "):
+        plan(config)
+
+
+@pytest.mark.parametrize("field", ["hidden_act", "attention_bias", "num_key_value_heads"])
+def test_a_misspelt_field_of_a_decoder_is_told(field):
+    for typo in (field + "x", field.upper(), field.replace("_", "-")):
+        config = in_decoder("llama")
+        config["decoder_config"][typo] = config["decoder_config"].pop(field)
+        with pytest.raises(ValueError, match=rf"'{typo}' is unknown; did you mean '{field}'"):
+            plan(config)
+
+
+def test_an_override_of_a_decoder_changes_what_it_names():
+    config = in_decoder("llama")
+    made = decoder_changed({"rms_norm_eps": 1e-3}, config)
+    assert plan(config | {"decoder_config": made}).core.norm_eps == 1e-3
+    with pytest.raises(ValueError, match=r"'rms_norm_ep' is unknown; did you mean 'rms_norm_eps'"):
+        decoder_changed({"rms_norm_ep": 1e-3}, config)
+
+
+def test_layers_that_a_decoder_does_not_have():
+    config = in_decoder("llama")
+    config["coda"]["end"] = 5
+    with pytest.raises(ValueError, match=r"some of the 4 layers of width 16 of decoder_config.*=5"):
+        plan(config)
+
+
+@pytest.mark.parametrize("decoder", [{}, True, "llama", {"model_type": "llama"}])
+def test_a_decoder_without_layers_of_it(decoder):
+    with pytest.raises(ValueError, match="decoder_config must be given with DecoderLayers, and"):
+        plan(saved(layers()) | {"decoder_config": decoder})
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [*SIZES.items(), ("num_hidden_layers", "n_layers")], ids=str
+)
+def test_sizes_that_vllm_reads_follow_from_the_layers(name, field):
+    config = saved(layers(2))
+    for value in (7, "2", -1, [4], float("nan")):
+        words = rf"{name} must be \d+, which follows from {field} of backbone, .*, got "
+        with pytest.raises(ValueError, match=words + re.escape(repr(value))):
+            plan(config | {name: value})
+
+
+def test_a_width_of_heads_that_is_left_out_is_as_vllm_takes_it():
+    assert plan(saved(layers()) | {"head_dim": None}).core.headdim == 4
+    with pytest.raises(ValueError, match=r"head_dim must be 8, .*, got 4"):
+        plan(saved(layers(headdim=8)) | {"head_dim": None})
+
+
+@pytest.mark.parametrize("version", ["99.0.0", "text", 3, [0, 1]])
+def test_a_version_that_is_newer_or_no_version(version):
+    with pytest.raises((TypeError, ValueError), match=r"deqseq_version must be .* got") as error:
+        plan(saved(layers()) | {"deqseq_version": version})
+    assert repr(version) in str(error.value)
+    newer_patch = dq.__version__.rpartition(".")[0] + ".99"
+    for readable in (None, "0.0.1", newer_patch):
+        assert plan(saved(layers()) | {"deqseq_version": readable})
+
+
 @pytest.mark.parametrize("solve", [{}, {"eval_solve": None}])
 def test_what_is_missing_has_the_default_of_deqseq(solve):
     config = {key: value for key, value in saved(layers()).items() if "solve" not in key}
@@ -287,7 +384,9 @@ def test_every_field_of_a_llama_is_served_or_refused():
 def test_models_that_are_not_served():
     with pytest.raises(ValueError, match=r"backbone must be .* got Mamba2Config"):
         plan(saved(dq.Mamba2Config(16, headdim=8)))
-    with pytest.raises(ValueError, match=r"decoder_config\.model_type must be .*qwen3.* got gemma"):
+    with pytest.raises(
+        ValueError, match=r"decoder_config\.model_type must be .*qwen3.* got 'gemma"
+    ):
         plan(in_decoder("gemma", head_dim=4))
     with pytest.raises(ValueError, match=r"decoder_config\.sliding_window must be None"):
         plan(in_decoder("mistral", sliding_window=8))
@@ -295,6 +394,6 @@ def test_models_that_are_not_served():
     later["backbone"]["sinks"] = True
     with pytest.raises(ValueError, match=r"backbone: LlamaConfig field 'sinks' is unknown"):
         plan(later)
-    with pytest.raises(ValueError, match="key-value heads"):
+    with pytest.raises(ValueError, match="n_kv_heads and headdim must be alike"):
         other = dq.LlamaConfig(16, n_heads=2, injection=False)
         plan(saved(layers(), prelude=other, coda=other))

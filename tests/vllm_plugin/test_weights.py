@@ -4,6 +4,7 @@ import pytest
 import torch
 from deqseq_vllm.plan import plan
 from deqseq_vllm.weights import checked, shapes
+from safetensors import safe_open
 from safetensors.torch import load_file
 from test_plan import SOLVE, layers
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -79,6 +80,51 @@ def test_a_weight_that_is_missing_doubled_or_of_another_shape_is_named(make, tmp
             list(checked([*weights.items(), (name, weight)], found))
         with pytest.raises(ValueError, match=rf"{name.partition('.param')[0]}.* must"):
             dict(checked((rest | {name: torch.cat([weight, weight])}).items(), found))
+
+
+@pytest.mark.parametrize("make", [MODELS["weight norm"], MODELS["llama"]], ids=["llama", "decoder"])
+def test_a_weight_that_is_not_finite_or_no_number_is_named(make, tmp_path):
+    found, weights = saved(make, tmp_path)
+    for name, weight in weights.items():
+        for number in (float("nan"), float("inf")):
+            bad = weight.clone()
+            bad.view(-1)[-1] = number
+            with pytest.raises(ValueError, match=rf"{name} must be finite, got NaN or infinity"):
+                dict(checked((weights | {name: bad}).items(), found))
+        for dtype in (torch.int8, torch.bool, torch.complex64):
+            with pytest.raises(ValueError, match=rf"{name} must have floating-point .* {dtype}"):
+                dict(checked((weights | {name: weight.to(dtype)}).items(), found))
+        dict(checked((weights | {name: weight.bfloat16()}).items(), found))
+
+
+@pytest.mark.parametrize("share", [0, 0.5, 0.999])
+def test_a_cut_file_is_told(share, tmp_path):
+    found, _ = saved(MODELS["implicit"], tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
+
+    def in_file():
+        with safe_open(file, framework="pt") as weights:
+            names = weights.keys()
+            yield from ((name, weights.get_tensor(name)) for name in names)
+
+    with pytest.raises(ValueError, match=r"the saved weights cannot be read .*: copy all"):
+        dict(checked(in_file(), found))
+
+
+def test_a_half_of_another_name_is_named(tmp_path):
+    found, weights = saved(MODELS["weight norm"], tmp_path)
+    name = next(name for name in weights if name.endswith("original0"))
+    weights[name.replace("original0", "original2")] = weights.pop(name)
+    with pytest.raises(ValueError, match=r"original2 has no place in this model"):
+        dict(checked(weights.items(), found))
+
+
+def test_a_direction_that_is_a_number_is_named(tmp_path):
+    found, weights = saved(MODELS["weight norm"], tmp_path)
+    name = next(name for name in weights if name.endswith("original1"))
+    with pytest.raises(ValueError, match=rf"{name} must be a matrix, got the shape \(\)"):
+        dict(checked((weights | {name: weights[name][0, 0]}).items(), found))
 
 
 def test_a_weight_of_another_model_is_named(tmp_path):

@@ -6,7 +6,8 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 from vllm import ModelRegistry
 
-from deqseq_vllm.plan import SECTIONS, changed, check_name
+from deqseq.arguments import check_integer
+from deqseq_vllm.plan import INTEGERS, SECTIONS, SIZES, changed, check_name, decoder_changed
 
 
 class DeqseqConfig(PreTrainedConfig):
@@ -26,7 +27,12 @@ class DeqseqConfig(PreTrainedConfig):
             check_name(name, value)
         # as in deqseq: what eval_solve leaves out is as in solve
         ordered = sorted(content.items(), key=lambda field: field[0] == "eval_solve")
-        super().__post_init__(**dict(ordered))
+        super().__post_init__(**{"head_dim": None} | dict(ordered))
+        for name in ("num_hidden_layers", *SIZES):
+            if name != "head_dim" and content and content.get(name) is None:
+                raise ValueError(
+                    f"config.json must have {name!r}: save the model again by save_pretrained"
+                )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, Mapping):  # vLLM sets such an override as an attribute
@@ -34,7 +40,13 @@ class DeqseqConfig(PreTrainedConfig):
         content = vars(self)
         if name == "solve" and content.get("eval_solve") is not None and value is not None:
             self.eval_solve = value  # a server is in eval mode
-        super().__setattr__(name, changed(name, value, content) if name in SECTIONS else value)
+        if name in SECTIONS:
+            value = changed(name, value, content)
+        elif name == "decoder_config":
+            value = decoder_changed(value, content)
+        elif name in INTEGERS and value is not None:
+            check_integer(f"DeqseqConfig.{name}", value, 1)
+        super().__setattr__(name, value)
 
     def update(self, config_dict: dict[str, Any]) -> None:
         """As in transformers; refuses unknown fields."""

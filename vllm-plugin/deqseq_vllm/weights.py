@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from deqseq_vllm.plan import NORMS, Layers, Plan
@@ -22,10 +23,10 @@ def checked(weights: Named, plan: Plan) -> Iterator[tuple[str, Tensor]]:
 
     Raises:
         ValueError: while they are iterated: a weight that is missing, twice there, of another
-            shape, or unknown. Names it.
+            shape, not finite, or unknown. Names it.
     """
     wanted, found, tied = shapes(plan), set(), plan.spec.tied
-    for saved, weight in folded(weights):
+    for saved, weight in folded(sound(weights)):
         name, shape = place(saved, plan), tuple(weight.shape)
         if tied and name == "lm_head.weight":
             continue
@@ -51,6 +52,26 @@ def checked(weights: Named, plan: Plan) -> Iterator[tuple[str, Tensor]]:
         )
 
 
+def sound(weights: Named) -> Iterator[tuple[str, Tensor]]:
+    """The saved weights, as long as they can be read, are floating-point numbers and finite."""
+    try:
+        for name, weight in weights:
+            if not weight.is_floating_point():
+                raise ValueError(
+                    f"the saved weight {name} must have floating-point numbers, got {weight.dtype}"
+                )
+            if weight.itemsize > 1 and not bool(weight.isfinite().all()):
+                raise ValueError(
+                    f"the saved weight {name} must be finite, got NaN or infinity: take an earlier "
+                    "checkpoint"
+                )
+            yield name, weight
+    except SafetensorError as error:
+        raise ValueError(
+            f"the saved weights cannot be read ({error}): copy all of the files again"
+        ) from error
+
+
 def folded(weights: Named) -> Iterator[tuple[str, Tensor]]:
     """Plain weights: where the saved ones are normalised, a magnitude times a direction."""
     halves: dict[str, dict[str, Tensor]] = {}
@@ -59,6 +80,11 @@ def folded(weights: Named) -> Iterator[tuple[str, Tensor]]:
         if not normalised:
             yield name, weight
             continue
+        if half not in ("original0", "original1"):
+            raise ValueError(
+                f"the saved weight {name} has no place in this model: weight normalisation saves "
+                "original0 and original1"
+            )
         pair = halves.setdefault(layer, {})
         if half in pair:
             raise ValueError(f"the saved weights have {name} twice: leave one file in the folder")
@@ -66,6 +92,11 @@ def folded(weights: Named) -> Iterator[tuple[str, Tensor]]:
         if len(pair) == 2:
             magnitude, direction = pair["original0"], pair["original1"]
             halves[layer] = dict.fromkeys(pair)
+            if direction.ndim != 2:
+                raise ValueError(
+                    f"the saved weight {layer}{NORMALISED}original1 must be a matrix, got the "
+                    f"shape {tuple(direction.shape)}"
+                )
             if magnitude.shape != (len(direction), 1):
                 raise ValueError(
                     f"the saved weight {layer}{NORMALISED}original0 must have one number for each "
