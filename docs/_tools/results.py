@@ -154,7 +154,7 @@ def ratios(
     names = [label(row).replace("; ", "\n") for row in rows]
     axis.set_yticks([-at for at in range(len(rows))], names, fontsize=9)
     axis.set(xscale="log", ylim=(-len(rows) + 0.4, 0.6))
-    axis.set_xlabel("ours / theirs; shaded: ours is faster")
+    axis.set_xlabel("ours / theirs (shaded: faster)")
     left, right = axis.get_xlim()
     limits = min(left, 0.8), max(right, 1.25)
     axis.axvspan(limits[0], 1, color=COLOURS[2], alpha=0.15, lw=0)
