@@ -1,6 +1,7 @@
-"""Figures and tables for the pages, and committed results in them."""
+"""Figures and tables for the pages, and committed results in them. Run as a script it prints
+which goals the benchmarks meet: ``python docs/_tools/results.py``.
+"""
 
-import ast
 import io
 import json
 import math
@@ -13,7 +14,9 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 COLOURS = ("#31688e", "#d1495b", "#66a182", "#edae49", "#7b5ea7")
 INK = "#010203"  # stands for the colour of the page's text
@@ -85,6 +88,18 @@ def percent(value: float) -> str:
     return f"{math.floor(1000 * value) / 10:g}\N{NO-BREAK SPACE}%"
 
 
+def span(numbers: Iterable[float], digits: int = 3) -> str:
+    """The lowest and the highest number, or the one that there is."""
+    least, *_, most = sorted([*numbers] * 2)
+    return " to ".join(dict.fromkeys(f"{number:.{digits}f}" for number in (least, most)))
+
+
+def lowest(record: Row, length: int, name: str = "accuracy") -> float:
+    """A number of a run of ``benchmarks/groups.py`` at a length, the lowest of its sweeps."""
+    at = record["lengths"].index(length)
+    return min(numbers[at] for numbers in record[name].values())
+
+
 def displayed(text: str) -> str:
     """A case or a peer as printed: short calls, and no character that would end a cell."""
     return re.sub(r"\b(size|window)=", "", text).replace("()", "").replace("|", r"\|")
@@ -122,51 +137,43 @@ def goals(rows: Rows) -> str:
         span = " to ".join(dict.fromkeys(number(pick(values)) for pick in (min, max)))
         count = f"{met} of {len(found)}" if met == len(found) else f"**{met} of {len(found)}**"
         lines.append([metric, peer, goal.replace("<=", "≤").replace(">=", "≥"), count, span])
-    return (
-        table(["measured", "compared with", "goal", "met", "found"], lines)
-        if lines
-        else "It has no goals."
-    )
-
-
-def section(name: str, rows: Rows) -> str:
-    """The section of one benchmark: its docstring, the command, the goals, and the ratios of its
-    times.
-    """
-    described = ast.get_docstring(ast.parse((SCRIPTS / f"{name}.py").read_text())) or ""
-    command = f"```bash\npython benchmarks/{name}.py --json benchmarks/results/{name}.json\n```"
-    parts = [f"## {name}", described.replace("``", "`"), command]
-    machines = "; ".join(dict.fromkeys(row["machine"] for row in rows))
-    parts += (
-        [goals(rows), f"Measured on: {machines}."] if rows else ["No full run is committed yet."]
-    )
-    timed = [row for row in rows if row["spread"] and row["ratio"]]
-    if 0 < len(timed) <= 40:
-        parts.append(svg(ratios(timed), f"Ratios of {name} with their quartiles"))
-    return "\n\n".join(parts) + "\n"
+    return table(["measured", "compared with", "goal", "met", "found"], lines)
 
 
 def ratios(
     rows: Rows, label: Callable[[Row], str] = lambda row: displayed(f"{row['case']}; {row['peer']}")
 ) -> Figure:
-    """Ratios with their quartiles on a logarithmic axis, one below its label for each row; missed
-    goals are red.
+    """Ratios with their quartiles on a logarithmic axis, a labelled line for each row; the side on
+    which we are faster is shaded. A ``; `` breaks a label.
     """
-    figure, axis = plt.subplots(figsize=(5.2, 0.9 + 0.34 * len(rows)))
+    figure, axis = plt.subplots(figsize=(4.6, 0.9 + 0.38 * len(rows)))
     for at, row in enumerate(rows):
         low, high = row["spread"] or (row["ratio"],) * 2
         axis.plot([low, high], [-at, -at], color="grey", lw=1)
-        axis.plot(row["ratio"], -at, "o", ms=5, color=COLOURS[row["holds"] is False])
-        axis.text(0.01, -at + 0.3, label(row), transform=axis.get_yaxis_transform(), fontsize=9)
-    label_x, limits_y = "ours / theirs, logarithmic; bars: quartiles", (-len(rows) + 0.4, 0.9)
-    axis.set(xscale="log", xlabel=label_x, ylim=limits_y, yticks=[])
-    limits, ticks = axis.get_xlim(), (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20)
-    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.plot(row["ratio"], -at, "o", ms=5, color=COLOURS[0])
+    names = [label(row).replace("; ", "\n") for row in rows]
+    axis.set_yticks([-at for at in range(len(rows))], names, fontsize=9)
+    axis.set(xscale="log", ylim=(-len(rows) + 0.4, 0.6))
+    axis.set_xlabel("ours / theirs (shaded: faster)")
+    left, right = axis.get_xlim()
+    limits = min(left, 0.8), max(right, 1.25)
+    axis.axvspan(limits[0], 1, color=COLOURS[2], alpha=0.15, lw=0)
     axis.set_xlim(limits)
-    axis.minorticks_off()
+    plain_ticks(axis.xaxis, limits)
     axis.axvline(1, color="grey", lw=1)
     axis.grid(alpha=0.25, axis="x")
     return figure
+
+
+def plain_ticks(axis: Axis, limits: tuple[float, float]) -> None:
+    """Numbers such as 2, 5, 10, 20 on a logarithmic axis; fewer of them where it is long."""
+    decades = math.log10(limits[1] / limits[0])
+    digits = (1, 1.5, 2, 3, 5, 7) if decades < 0.8 else (1, 2, 5) if decades < 2 else (1, 3)
+    powers = range(math.floor(math.log10(limits[0])), math.ceil(math.log10(limits[1])) + 1)
+    ticks = [float(f"{digit}e{power}") for power in powers for digit in digits]
+    ticks = [tick for tick in ticks if limits[0] <= tick <= limits[1]]
+    axis.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    axis.set_minor_locator(NullLocator())
 
 
 def curves(rows: Iterable[Row], pattern: str, labels: Sequence[str] = ()) -> Panels:
@@ -189,7 +196,7 @@ def lines(panels: Panels, x: str, y: str, **axes: Any) -> Figure:
     """Curves side by side: a panel for each name, a curve for each label, points as (x, y);
     ``axes`` sets the axes.
     """
-    figure, all_axes = plt.subplots(1, len(panels), figsize=(6.2, 3.2), sharey=True, squeeze=False)
+    figure, all_axes = plt.subplots(1, len(panels), figsize=(5.2, 3.1), sharey=True, squeeze=False)
     for axis, (title, curves) in zip(all_axes[0], panels.items(), strict=True):
         for (label, points), colour, mark in zip(curves.items(), COLOURS, "osD^v", strict=False):
             axis.plot(*zip(*points, strict=True), marker=mark, ms=5, color=colour, label=label)
@@ -197,10 +204,19 @@ def lines(panels: Panels, x: str, y: str, **axes: Any) -> Figure:
         axis.set(xlabel=x, **axes)
         ticks = sorted({point[0] for points in curves.values() for point in points})
         ticks = ticks[-1 :: -1 if len(ticks) < 6 else -2]  # more would overlap
-        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=8)
-        axis.minorticks_off()
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=9)
+        axis.xaxis.set_minor_locator(NullLocator())
         axis.grid(alpha=0.25)
-    all_axes[0][0].set_ylabel(y)
-    legend = all_axes[0][0].get_legend_handles_labels()
-    figure.legend(*legend, loc="outside upper center", ncols=5, frameon=False, fontsize=8)
+    first = all_axes[0][0]
+    if first.get_yscale() == "log":
+        plain_ticks(first.yaxis, first.get_ylim())
+    first.set_ylabel(y)
+    legend = first.get_legend_handles_labels()
+    figure.legend(*legend, loc="outside upper center", ncols=3, frameon=False, fontsize=9)
     return figure
+
+
+if __name__ == "__main__":
+    for name, rows in benchmarks().items():
+        if any(row["goal"] is not None for row in rows):
+            print(f"\n{name}\n\n{goals(rows)}")
