@@ -97,8 +97,11 @@ class DeqseqPreTrainedModel(PreTrainedModel):
         """As in transformers, but ValueError for weights that do not fit or are not finite.
 
         With ``output_loading_info=True``, which also returns the report, a missing embedding or
-        head is drawn, and unexpected weights are dropped.
+        head is drawn, and unexpected weights are dropped. Layers split over devices are refused.
         """
+        if split := {"tp_plan", "tp_size", "distributed_config"} & kwargs.keys():
+            names, other = ", ".join(sorted(split)), "use FSDP for training, vLLM for serving"
+            raise ValueError(f"leave out {names}: layers are not split over devices; {other}")
         source = pretrained_model_name_or_path or "the given state dict"
         # sizes that differ are refused below, where they must not
         options = {**kwargs, "output_loading_info": True, "ignore_mismatched_sizes": True}

@@ -211,6 +211,12 @@ class TestMisfits:
         assert set(report["missing_keys"]) == {HEAD}
         assert same_weights(model.model, base)
 
+    @pytest.mark.parametrize("given", [{"tp_plan": "auto"}, {"tp_size": 2}])
+    def test_a_plan_to_split_layers_is_refused(self, given, tmp_path):
+        made("llama").save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=rf"leave out {next(iter(given))}: .* FSDP"):
+            LOAD(tmp_path, **given)
+
     def test_weights_that_the_configuration_does_not_describe(self, tmp_path):
         made("llama").save_pretrained(tmp_path)
         one = {"backbone": {"n_layers": 1}}
