@@ -137,15 +137,11 @@ def train(
     tokenizer: PreTrainedTokenizerBase,
     *,
     curriculum: Curriculum | None = None,
-    loss: Callable[..., torch.Tensor] | None = None,
-    finish: Callable[[Any], Any] = lambda model: model,
     **arguments: Any,
 ) -> Path:
     """Train a model, or go on from its newest checkpoint, or leave a finished one as it is.
 
-    ``loss`` replaces the model's own, ``finish`` makes what is saved of the trained model, as by
-    merging adapters, and the further ``arguments`` are ``TrainingArguments``. Returns the folder of
-    the saved model.
+    The further ``arguments`` are ``TrainingArguments``. Returns the folder of the saved model.
     """
     folder = Path(options.output) / name
     if (folder / "model").exists():
@@ -181,7 +177,6 @@ def train(
         data_collator=default_data_collator,
         train_dataset=rows,
         processing_class=tokenizer,
-        compute_loss_func=loss,
         callbacks=[] if curriculum is None else [CurriculumCallback(curriculum)],
     )
     newest = newest_checkpoint(folder, settings.max_steps)
@@ -189,7 +184,6 @@ def train(
     say(f"{name}: training from update {first} to {settings.max_steps}, checkpoints in {folder}/")
     trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
     trainer.save_state()
-    trainer.model = finish(trainer.model)
     trainer.save_model(str(folder / "unfinished"))
     if trainer.is_world_process_zero():
         (folder / "unfinished").replace(folder / "model")

@@ -1,6 +1,4 @@
-"""pretrain.py, and retrofit.py where it does the same: what is written, going on after a kill, bad
-options.
-"""
+"""pretrain.py: what is written, going on after a kill, bad options."""
 
 import json
 import os
@@ -17,7 +15,6 @@ import corpus
 import datasets
 import pretrain
 import pytest
-import retrofit
 import text_training
 import torch
 import transformers
@@ -29,24 +26,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 import deqseq as dq
 
 ROOT = Path(__file__).parents[2]
-TINY = {
-    "pretrain": "--d-model 16 --warmup 2 --models implicit-mamba2 explicit-llama",
-    "retrofit": "--tiny-steps 12",
-}
-SCRIPTS = {"pretrain": pretrain, "retrofit": retrofit}
-EACH = pytest.mark.parametrize("name", SCRIPTS)
-MODELS = {"pretrain": ("implicit-mamba2", "explicit-llama"), "retrofit": ("unlooped", "looped")}
+MODELS = ("implicit-mamba2", "explicit-llama")
 
 
-def command(name, output, launcher=""):
+def command(output, launcher=""):
     short = "--quick --steps 12 --eval-tokens 128 --checkpoint-every 4"
-    script = f"{ROOT}/examples/{name}.py --output {output}"
-    return shlex.split(f"{launcher} {script} {short} {TINY[name]}")
+    tiny = f"--d-model 16 --warmup 2 --models {' '.join(MODELS)}"
+    return shlex.split(f"{launcher} {ROOT}/examples/pretrain.py --output {output} {short} {tiny}")
 
 
-def run(name, output, launcher=""):
+def run(output, launcher=""):
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return output_of(*command(name, output, launcher), timeout=600, env=env)
+    return output_of(*command(output, launcher), timeout=600, env=env)
 
 
 def results(folder):
@@ -64,43 +55,34 @@ def changed(folder):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The folder of a finished run of each script, and what the run printed."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in SCRIPTS}
-    return {name: (folder, run(name, folder)) for name, folder in folders.items()}
+    """The folder of a finished run, and what the run printed."""
+    folder = tmp_path_factory.mktemp("pretrain")
+    return folder, run(folder)
 
 
 @pytest.mark.slow
-@EACH
-def test_a_run_writes_numbers_a_table_a_figure_and_models(whole, name):
-    folder, printed = whole[name]
-    rows = [row for row in results(folder) if "window" not in row]
+def test_a_run_writes_numbers_a_table_a_figure_and_models(whole):
+    folder, printed = whole
+    rows = results(folder)
     assert all(0 < row["bits_per_byte"] < 8 for row in rows)
     assert (folder / "table.md").read_text().strip() in printed
-    for model in MODELS[name]:
+    for model in MODELS:
         loaded = AutoModelForCausalLM.from_pretrained(folder / model / "model")
         tokenizer = AutoTokenizer.from_pretrained(folder / model / "model")
         ids = tokenizer("the", return_tensors="pt").input_ids
         generated = loaded.generate(ids, max_new_tokens=3, do_sample=False)
         assert generated.shape == (1, ids.shape[1] + 3)
-    if name == "retrofit":
-        budgets = [None, None, *retrofit.BUDGETS]
-        models = ["pretrained", "unlooped"] + ["looped"] * (len(retrofit.BUDGETS) + 1)
-        assert [row["model"] for row in rows] == models
-        assert [row["budget"] for row in rows] == [*budgets, None]
-        assert [row["self_iterations"] for row in rows[:-1]] == budgets
-    else:
-        assert (folder / "pretrain.png").stat().st_size > 10_000
-        assert [row["length"] for row in rows] == [32, 32, 64, 32, 64]
-        sweeps = ["simultaneous", "sequential", "simultaneous", "one pass", "one pass"]
-        assert [row["sweep"] for row in rows] == sweeps
+    assert (folder / "pretrain.png").stat().st_size > 10_000
+    assert [row["length"] for row in rows] == [32, 32, 64, 32, 64]
+    sweeps = ["simultaneous", "sequential", "simultaneous", "one pass", "one pass"]
+    assert [row["sweep"] for row in rows] == sweeps
 
 
 @pytest.mark.slow
-@EACH
-def test_killed_again_and_again_it_ends_as_if_it_had_not_been(whole, tmp_path, name):
-    first, second = MODELS[name]
+def test_killed_again_and_again_it_ends_as_if_it_had_not_been(whole, tmp_path):
+    first, second = MODELS
     for place in (f"{first}/checkpoint-8", f"{second}/checkpoint-4", f"{second}/checkpoint-12"):
-        script = [sys.executable, *command(name, tmp_path)]
+        script = [sys.executable, *command(tmp_path)]
         silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         process = subprocess.Popen(script, **silent)
         deadline = time.monotonic() + 300
@@ -110,14 +92,13 @@ def test_killed_again_and_again_it_ends_as_if_it_had_not_been(whole, tmp_path, n
             time.sleep(0.005)
         process.kill()
         assert process.wait() == -9, "the run ended before it could be killed"
-    run(name, tmp_path)
-    folder, _ = whole[name]
-    for ours, theirs in zip(results(tmp_path), results(folder), strict=True):
-        assert ours | {"cpu_seconds": 0} == theirs | {"cpu_seconds": 0}
-    for model in MODELS[name]:
+    run(tmp_path)
+    folder, _ = whole
+    assert results(tmp_path) == results(folder)
+    for model in MODELS:
         assert_close(weights(tmp_path, model), weights(folder, model), rtol=0, atol=0)
     before = changed(tmp_path)
-    run(name, tmp_path)  # nothing is trained again
+    run(tmp_path)  # nothing is trained again
     assert changed(tmp_path) == before
 
 
@@ -160,8 +141,8 @@ def test_half_checkpoints_and_the_last_one_are_not_resumed(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_give_the_numbers_of_one(whole, tmp_path):
-    run("pretrain", tmp_path, "-m torch.distributed.run --standalone --nproc_per_node 2")
-    for one, two in zip(results(whole["pretrain"][0]), results(tmp_path), strict=True):
+    run(tmp_path, "-m torch.distributed.run --standalone --nproc_per_node 2")
+    for one, two in zip(results(whole[0]), results(tmp_path), strict=True):
         assert two["bits_per_byte"] == pytest.approx(one["bits_per_byte"], rel=1e-3)
 
 
@@ -173,54 +154,40 @@ def test_presets_have_the_papers_sizes_and_curricula():
         assert phases == (["bounded", "free"] if name.endswith("implicit") else ["bounded"])
 
 
-@EACH
-def test_the_commands_that_the_page_prints_are_accepted(name, monkeypatch):
+def test_the_commands_that_the_page_prints_are_accepted(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    script = SCRIPTS[name]
-    page = (ROOT / "docs" / "examples" / f"{name}.md").read_text().replace("\\\n", " ")
-    commands = re.findall(rf"^(?:python|torchrun .*) examples/{name}.py(.*)", page, re.MULTILINE)
+    page = (ROOT / "docs" / "examples" / "pretrain.md").read_text().replace("\\\n", " ")
+    commands = re.findall(r"^(?:python|torchrun .*) examples/pretrain.py(.*)", page, re.MULTILINE)
     assert commands
     for arguments in commands:
         arguments = shlex.split(arguments.replace("texts/", f"{ROOT}/docs"), comments=True)
-        assert script.read_options(script.Options, arguments, script.QUICK)
+        assert pretrain.read_options(pretrain.Options, arguments, pretrain.QUICK)
 
 
-BAD = {
-    ("pretrain", "retrofit"): (
-        "steps 0, steps -1, length 1, length 1.5, checkpoint-every 99999999999, seed -1, "
-        "vocab-size 256, batch 3, "
-        "lr 0, lr nan, lr inf, lr much, output , output {file}, output {file}/run, corpus , "
-        "corpus shakespere, "
-        "held-out , held-out nowhere/, device gpu7, stepz 5"
-    ),
-    ("pretrain",): (
-        "models , models implicit-lama, models mamba2-state-tracking, extrapolation 0, decay 0, "
-        "decay 1, phantom 0, "
-        "bounded-share 0, bounded-share 0.99, weight-decay -1, warmup 60, budget -1, rtol 0, "
-        "heads 3, headdim 7, fsdp"
-    ),
-    (
-        "retrofit",
-    ): "injection mul, depth 0, lora -1, core 0, model , model no/such/model, model {file}",
-}
-LINES = [
-    (name, *line.split(" "))
-    for names, lines in BAD.items()
-    for name in names
-    for line in lines.split(", ")
-]
+BAD = (
+    "steps 0, steps -1, length 1, length 1.5, checkpoint-every 99999999999, seed -1, "
+    "vocab-size 256, batch 3, "
+    "lr 0, lr nan, lr inf, lr much, output , output {file}, output {file}/run, corpus , "
+    "corpus shakespere, "
+    "held-out , held-out nowhere/, device gpu7, stepz 5, "
+    "models , models implicit-lama, models mamba2-state-tracking, extrapolation 0, decay 0, "
+    "decay 1, phantom 0, "
+    "bounded-share 0, bounded-share 0.99, weight-decay -1, warmup 60, budget -1, rtol 0, "
+    "heads 3, headdim 7, fsdp"
+)
+LINES = [line.split(" ") for line in BAD.split(", ")]
 
 
 @pytest.mark.parametrize("line", LINES, ids=" ".join)
 def test_bad_options_are_named_and_nothing_is_written(tmp_path, monkeypatch, capsys, line):
-    name, flag, *value = line
+    flag, *value = line
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("WORLD_SIZE", "2" if flag == "batch" else "1")
     (file := tmp_path / "file").write_text("mine")
     given = [f"--{flag}", *(part.format(file=file) for part in value)]
     with pytest.raises(SystemExit) as error:
-        SCRIPTS[name].main(["--quick", *given])
+        pretrain.main(["--quick", *given])
     said = re.sub(r"[\s│]+", " ", capsys.readouterr().err + str(error.value))
     assert f"--{flag}" in said or flag.replace("-", "_").replace("heads", "n_heads") in said
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -1,77 +1,169 @@
-"""retrofit.py's own: adapters, and models that cannot be looped. The rest is in
-test_pretrain.py.
-"""
+"""retrofit.py: stories and their hops, what is trained on, models that cannot be looped."""
 
-import dataclasses
 import json
+import random
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
 
+import corpus
 import gguf_model
 import pytest
 import retrofit
 import torch
+from swaps import BALLS, BYTES, Language, rows_of_text, tell
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BloomConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import deqseq as dq
 from deqseq.integrations.huggingface import from_causal_lm, to_causal_lm
+
+ROOT = Path(__file__).parents[2]
+WORDS = Language(lambda text: BALLS.encode(text).tolist(), BALLS.vocab_size)
 
 
 def loaded(folder, name):
     return AutoModelForCausalLM.from_pretrained(folder / name / "model").eval()
 
 
-def retrofitted(folder, options):
-    """The pretrained model and the looped one of a short run."""
-    retrofit.main(f"--quick --output {folder} {options}".split())
-    return loaded(folder, "tiny"), loaded(folder, "looped")
+def test_stories_in_words_are_those_of_the_task():
+    stories = tell(WORDS, 8, 6, (2, 4), random.Random(0))
+    answers = BALLS.answers(stories.inputs)
+    assert stories.targets.equal(answers.targets)
+    assert stories.hops.equal(answers.hops)
+    assert {2, 3, 4} == {BALLS.decode(story).count("swap") for story in stories.inputs}
+
+
+def test_stories_in_bytes_followed_by_hand():
+    stories = tell(BYTES, 16, 8, (3, 8), random.Random(0))
+    for told, answers, hops in zip(
+        *(part.view(16, 8, 4).tolist() for part in stories), strict=True
+    ):
+        balls, moved = list("12345"), dict.fromkeys("12345", 0)
+        for sentence, answer, count in zip(told, answers, hops, strict=True):
+            kind, a, b, ball = bytes(sentence).decode()
+            if kind == "+":
+                here, there = balls.index(a), balls.index(b)
+                balls[here], balls[there] = b, a
+                moved[a], moved[b] = moved[b] + 1, moved[a] + 1
+            assert answer == [-100, -100, -100, ord("ABCDE"[balls.index(ball)])]
+            assert count == [-1, -1, -1, moved[ball]]
+
+
+def test_held_out_text_is_not_trained_on():
+    trained, held_out = (rows_of_text(BYTES, 64, held_out=held) for held in (False, True))
+    assert trained.targets[:, :-1].equal(trained.inputs[:, 1:])
+    seen = {tuple(row) for row in trained.inputs.unfold(1, 32, 1).flatten(0, 1).tolist()}
+    rows = held_out.inputs[:, :32].tolist()
+    assert sum(tuple(row) in seen for row in rows) < 0.1 * len(rows)
+
+
+def test_deep_answers_are_not_scored_and_the_unlooped_model_sees_the_same_batches():
+    options = retrofit.Options(hops=3, tokens=128)
+    looped, unlooped = (
+        retrofit.Mixture(options, BYTES, name, steps)
+        for name, steps in (("looped", 40), ("unlooped", 90))
+    )
+    deepest = 0
+    for _ in range(40):
+        batch = next(looped)
+        assert all(map(torch.equal, batch, next(unlooped)))
+        assert not (batch.targets[batch.hops > 3] != -100).any()
+        assert (batch.targets[(batch.hops >= 0) & (batch.hops <= 3)] != -100).all()
+        deepest = max(deepest, batch.hops.max().item())
+    assert deepest > 3
+
+
+def test_the_learning_rate_rises_and_falls():
+    batches = retrofit.Mixture(retrofit.Options(lr=1.0), BYTES, "looped", 1000)
+    rates = []
+    for batches.step in (0, 49, 300, 650, 1000):
+        rates.append(batches.lr)
+    assert rates == pytest.approx([0.02, 1, 1, 0.5, 0.02])
+
+
+@pytest.mark.parametrize("gate", [0.0, 0.3, 1.0])
+def test_one_iteration_is_the_pretrained_model_with_any_gate(gate):
+    options = retrofit.Options(gate=gate)
+    model, _ = retrofit.source(options)
+    ids = torch.arange(20)[None]
+    lm = retrofit.looped(model, options)
+    phase = retrofit.curriculum(options).at(0.5)
+    assert 4 <= phase.solve.stop.max_steps <= 16
+    once = replace(phase.solve, stop=dq.Stop.exactly(1))
+    assert_close(lm(ids, solve=once).logits, model(ids).logits)
+
+
+def test_a_run_writes_numbers_a_table_a_figure_and_models_and_goes_on(
+    tmp_path, capsys, monkeypatch
+):
+    counts = {"steps": 60, "pretraining": 12, "unlooped-steps": 12, "tests": 4}
+    short = ["--quick", *(f"--{name}={count}" for name, count in counts.items()), "--output"]
+    drawn = retrofit.Mixture.__next__
+
+    def interrupted(batches):
+        if batches.last == 60 and batches.step == 55:
+            raise KeyboardInterrupt
+        return drawn(batches)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="to go on"):
+        patch.setattr(retrofit.Mixture, "__next__", interrupted)
+        retrofit.main([*short, str(tmp_path / "run")])
+    retrofit.main([*short, str(tmp_path / "run")])
+    assert "looped: going on from step 50" in capsys.readouterr().out
+    retrofit.main([*short, str(tmp_path / "whole")])
+    rows, whole = (
+        json.loads((tmp_path / name / "results.json").read_text()) for name in ("run", "whole")
+    )
+    ways = [("pretrained", None), ("unlooped", None)]
+    ways += [("looped", budget) for budget in (*retrofit.BUDGETS, "solved")]
+    assert [(row["model"], row["budget"]) for row in rows] == ways
+    for row, other in zip(rows, whole, strict=True):
+        assert row | {"cpu_minutes": 0} == other | {"cpu_minutes": 0}
+        assert sum(asked for _, asked in row["by_hops"].values()) <= 4 * 32
+    assert "| looped | 16 | " in capsys.readouterr().out
+    assert (tmp_path / "run" / "retrofit.png").stat().st_size > 10_000
+    assert to_causal_lm(loaded(tmp_path / "run", "looped")).core is not None
+    assert type(loaded(tmp_path / "run", "unlooped")).__name__ == "LlamaForCausalLM"
+
+
+def test_a_model_with_a_tokenizer_reads_words(tmp_path):
+    tokenizer = corpus.train_tokenizer(corpus.babble(200), 290)
+    tokenizer.save_pretrained(tmp_path / "model")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=3, **sizes)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    layers = "--prelude 1 --core 1 --coda 1 --steps 3 --unlooped-steps 3 --tests 2"
+    retrofit.main(f"--quick --model {tmp_path}/model {layers} --output {tmp_path}/run".split())
+    rows = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert [row["model"] for row in rows[:3]] == ["pretrained", "unlooped", "looped"]
+    assert not (tmp_path / "run" / "pretrained").exists()
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    after = loaded(tmp_path / "run", "unlooped").state_dict()
+    assert any(not weight.equal(after[name]) for name, weight in before.items())
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses an older name of transformers
 def test_adapters_are_trained_and_merged(tmp_path):
     pytest.importorskip("peft")
-    short = "--steps 12 --eval-tokens 128 --tiny-steps 12"
-    tiny, looped = retrofitted(tmp_path, f"{short} --lora 2")
+    short = "--quick --pretraining 4 --steps 12 --unlooped-steps 12 --tests 4 --lora 2 --output"
+    retrofit.main([*short.split(), str(tmp_path)])
+    before = loaded(tmp_path, "pretrained").state_dict()
     weights = loaded(tmp_path, "unlooped").state_dict()
-    assert [*weights] == [*tiny.state_dict()]
-    assert not all(weight.equal(weights[name]) for name, weight in tiny.state_dict().items())
+    assert [*weights] == [*before]
+    assert not all(weight.equal(weights[name]) for name, weight in before.items())
+    looped = loaded(tmp_path, "looped")
     assert not [name for name, _ in looped.named_parameters() if "lora" in name]
     injection = to_causal_lm(looped).core.backbone.injection.weight
-    assert injection[:, : len(injection)].abs().max() > 0  # it was trained
-
-
-@pytest.mark.slow
-def test_a_core_learns_to_predict_as_the_pretrained_model_and_the_rest_stays(tmp_path):
-    layers = "--prelude 1 --dropped 1 --core 1 --coda 1"
-    short = "--steps 40 --eval-tokens 512 --distil --gate 0.3"
-    tiny, looped = retrofitted(tmp_path, f"{short} {layers}")
-    parts = to_causal_lm(looped).model
-    assert parts.core.solve.start == "input"
-    assert parts.core.eval_solve.start == "input"
-    changed = []
-    for part, layer in ((parts.prelude, 0), (parts.core.backbone, 2), (parts.coda, 3)):
-        ours = part.backbone.layers.parameters()
-        theirs = tiny.model.layers[layer].parameters()
-        changed.append(not all(map(torch.equal, ours, theirs)))
-    assert changed == [False, True, False]
-    rows = json.loads((tmp_path / "results.json").read_text())
-    assert [row["self_iterations"] for row in rows[:2]] == [None, 1.0]
-    one_by_one, windowed = rows[-2:]
-    assert windowed["evaluations"] < one_by_one["evaluations"]
-    assert windowed["equal"]
-    assert windowed["converged"]
-
-
-@pytest.mark.parametrize("gate", [0.0, 0.3, 1.0])
-def test_one_iteration_is_the_pretrained_model_with_any_gate(gate):
-    options = retrofit.Options(gate=gate, distil=True)
-    model = retrofit.tiny(options, 20).eval()
-    ids = torch.arange(20)[None]
-    lm = retrofit.split(model, options)
-    once = dataclasses.replace(lm.model.core.solve, stop=dq.Stop.exactly(1))
-    assert_close(lm(ids, solve=once).logits, model(ids).logits)
-    trained = {id(weight) for weight in lm.parameters() if weight.requires_grad}
-    assert trained == set(map(id, lm.model.core.parameters()))
+    assert not injection.equal(dq.ConcatInjection(64, 0.5).weight)  # it was trained
 
 
 @pytest.mark.slow
@@ -84,7 +176,7 @@ def test_smollm2_is_converted_with_its_tokenizer_and_looped(tmp_path, monkeypatc
         pytest.skip(str(error))
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    split = retrofit.split(model, retrofit.Options(prelude=12, core=10, coda=8))
+    split = retrofit.looped(model, retrofit.Options(prelude=12, core=10, coda=8, gate=0.0))
     from_causal_lm(split).save_pretrained(tmp_path / "looped" / "model")
     looped = loaded(tmp_path, "looped")
 
@@ -109,25 +201,40 @@ def test_smollm2_is_converted_with_its_tokenizer_and_looped(tmp_path, monkeypatc
             assert_close(logits, model.to(dtype)(tokens).logits)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"gate": 0.3, "injection": "add"}, "--gate needs --injection concat, got add"),
-        ({"lora": 2, "distil": True}, "--distil trains .* the core: leave out --lora, got 2"),
-        ({"gate": 1.5}, r"--gate must be a number in \[0, 1\], got 1.5"),
-    ],
+def test_the_commands_that_the_page_prints_are_accepted():
+    page = (ROOT / "docs" / "examples" / "retrofit.md").read_text().replace("\\\n", " ")
+    commands = re.findall(r"^python examples/retrofit.py(.*)", page, re.MULTILINE)
+    assert commands
+    for arguments in commands:
+        arguments = shlex.split(arguments, comments=True)
+        assert retrofit.read_options(retrofit.Options, arguments, retrofit.QUICK)
+
+
+BAD = (
+    "steps 0, gate 1.5, injection mul, depth 0, least 0, least 17, lora -1, core 0, text 1, "
+    "model no/such/model, model {file}, output {file}, stepz 5"
 )
-def test_options_that_do_not_go_together(options, message):
-    with pytest.raises(ValueError, match=message):
-        retrofit.Options(**options)
+
+
+@pytest.mark.parametrize("line", BAD.split(", "))
+def test_bad_options_are_named_and_nothing_is_written(tmp_path, monkeypatch, capsys, line):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (file := tmp_path / "file").write_text("mine")
+    flag, value = line.format(file=file).split(" ")
+    with pytest.raises(SystemExit) as error:
+        retrofit.main(["--quick", f"--{flag}", value])
+    said = re.sub(r"[\s│]+", " ", capsys.readouterr().err + str(error.value))
+    assert f"--{flag}" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("./llama", r"^--model .*must add up to the model's 5 layers, got 1 \+ 2 \+ 1 \+ 0"),
+        ("./llama", r"^--model .*must add up to the model's 5 layers, got 2 \+ 2 \+ 2 \+ 0"),
         ("./bloom", "^--model .*Bloom"),
-        ("./llama --core 3", "^tokenizer ./llama: .* neither a folder with a tokenizer"),
+        ("./llama --core 1", "^--model .* neither a folder with a tokenizer"),
     ],
 )
 def test_models_that_cannot_be_looped_are_named_and_nothing_is_written(

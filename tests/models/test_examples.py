@@ -1,6 +1,7 @@
 """The trained models that come with the library are what their docstring says."""
 
 import math
+import random
 
 import pytest
 import torch
@@ -44,6 +45,30 @@ def test_a5_is_right_and_converges_at_four_times_its_training_length():
         output = lm(batch.inputs, sweep=sweep)
         assert torch.equal(output.logits.argmax(-1), batch.targets)
         assert output.converged.all()
+
+
+@torch.no_grad()
+def test_swaps_are_followed_beyond_the_trained_depth_with_more_iterations():
+    drawn, stories, answers = random.Random(7), [], []
+    for _ in range(64):
+        cups, story = dict(zip("12345", "ABCDE", strict=True)), ""
+        for _ in range(16):
+            (a, b), asked = drawn.sample("12345", 2), drawn.choice("12345")
+            cups[a], cups[b] = cups[b], cups[a]
+            story += f"+{a}{b}{asked}"
+        stories.append(list(story.encode()))
+        answers.append(ord(cups[asked]))
+    lm, ids = dq.load_example("swaps"), torch.tensor(stories)
+
+    def right(**how):
+        output = lm(ids, **how)
+        said = output.logits[:, -1].argmax(-1)
+        return (said == torch.tensor(answers)).double().mean().item(), output.converged
+
+    assert right(stop=dq.Stop.exactly(1))[0] < 0.4
+    share, converged = right()
+    assert share > 0.85
+    assert converged.double().mean() > 0.9
 
 
 @torch.no_grad()

@@ -158,8 +158,9 @@ def retrofit(
     Before any training, one iteration from zero is the pretrained model. With ``"concat"``, whose
     initial projection ignores the state, any number of iterations is; with the others further
     iterations feed the core with its own output, for which it was never trained. Fine-tune the
-    result: as it is, with few iterations, or with a number that is drawn for every update,
-    :func:`deqseq.training.unrolled`.
+    result, with a number of iterations that is drawn for every update:
+    :func:`deqseq.training.unrolled`. The tutorial has a model that gained
+    from loops, with ``ConcatInjection(width, gate=0.5)`` and solves that start at the input.
 
     Args:
         model: a language model of a family that :class:`DecoderBackbone` runs; or a folder or a
