@@ -26,9 +26,12 @@ class PoissonLogNormal:
         rise: how :math:`m` rises from 1 to ``mean`` over its phase, of which a share :math:`t` is
             done: ``"linear"``, as :math:`t`, or ``"1-sqrt"``, as :math:`1 - \sqrt{1 - t}`. Default:
             :math:`m` is constant.
-        smallest: smaller draws are replaced by it.
         largest: larger draws are replaced by it. Default: no limit.
         seed: for the draws.
+        smallest: smaller draws are replaced by it.
+
+    Raises:
+        ValueError: ``largest`` is below ``smallest``, or a number is out of its range.
 
     References:
         Geiping et al., Scaling up Test-Time Compute with Latent Reasoning: A Recurrent Depth
@@ -45,9 +48,9 @@ class PoissonLogNormal:
     mean: Annotated[float | int, Within("(0, 1e6]")]
     sigma: Annotated[float | int, Within("[0, 2]")] = 0.5
     rise: Literal["linear", "1-sqrt"] | None = None
-    smallest: PositiveInt = 1
     largest: PositiveInt | None = None
     seed: NonNegativeInt = 0
+    smallest: PositiveInt = 1
 
     def __post_init__(self) -> None:
         if self.largest is not None and self.largest < self.smallest:
