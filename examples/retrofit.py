@@ -5,7 +5,7 @@ in the middle and fine-tuned on longer stories, beside the unlooped original, wh
 data and more updates. Stories of up to 32 swaps are then answered after 1 to 64 iterations. Models
 are saved for ``AutoModelForCausalLM``; an interrupted run goes on from its last checkpoint.
 
-    python examples/retrofit.py                       # 40 minutes on one core
+    python examples/retrofit.py                       # 35 minutes on one core
     python examples/retrofit.py --quick               # seconds: does it run?
     python examples/retrofit.py --injection add --prelude 1 --core 4 --coda 1
     python examples/retrofit.py --model smollm2 --prelude 10 --core 10 --coda 10 --lora 16
@@ -79,6 +79,8 @@ class Options(RunOptions):
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.injection != "concat" and self.gate != type(self).gate:
+            raise ValueError(f"--gate needs --injection concat, got {self.injection}")
         if self.least > self.largest:
             raise ValueError(f"--least must be at most --largest, {self.largest}, got {self.least}")
         if self.lora and find_spec("peft") is None:
@@ -146,15 +148,16 @@ class Mixture(TrainingBatches):
 
 def looped(model: Any, options: Options) -> dq.CausalLM:
     """The model with its middle layers as a core that is iterated."""
-    layers: dict[str, Any] = {
-        "prelude": options.prelude,
-        "core": options.core,
-        "coda": options.coda,
-    }
     injection: Any = options.injection
     if injection == "concat":
         injection = dq.ConcatInjection(model.config.hidden_size, options.gate)
-    return retrofit(model, **layers, injection=injection)
+    return retrofit(
+        model,
+        prelude=options.prelude,
+        core=options.core,
+        coda=options.coda,
+        injection=injection,
+    )
 
 
 def curriculum(options: Options) -> Curriculum:

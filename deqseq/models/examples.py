@@ -30,7 +30,7 @@ _LAYERS = LlamaConfig(
     weight_norm=False,
     final_norm=False,
 )
-SWAPS = LanguageModelSpec(
+_SWAPS = LanguageModelSpec(
     128,
     _LAYERS,
     SolveConfig(Naive(), Stop(rtol=1e-2, max_steps=64), start="input"),
@@ -39,8 +39,7 @@ SWAPS = LanguageModelSpec(
     injection="concat",
 )
 EXAMPLES: Mapping[str, LanguageModelSpec] = MappingProxyType(
-    {"swaps": SWAPS}
-    | {
+    {
         name: LanguageModelSpec(
             tokens,
             Mamba2Config(d_model=width, d_state=d_state, headdim=32, skip_scale=skip_scale),
@@ -54,6 +53,7 @@ EXAMPLES: Mapping[str, LanguageModelSpec] = MappingProxyType(
             ("text", 128, 96, 16, 0.25, 256),
         )
     }
+    | {"swaps": _SWAPS}
 )
 """The trained language models by name; the metadata of each file says how it was made."""
 

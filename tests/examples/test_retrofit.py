@@ -216,6 +216,11 @@ BAD = (
 )
 
 
+def test_a_gate_belongs_to_a_concatenation():
+    with pytest.raises(ValueError, match="--gate needs --injection concat, got add"):
+        retrofit.Options(gate=0.3, injection="add")
+
+
 @pytest.mark.parametrize("line", BAD.split(", "))
 def test_bad_options_are_named_and_nothing_is_written(tmp_path, monkeypatch, capsys, line):
     monkeypatch.chdir(tmp_path)

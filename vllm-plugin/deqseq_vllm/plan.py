@@ -11,20 +11,13 @@ from packaging.version import InvalidVersion, Version
 
 from deqseq import Naive, Relaxed, Simultaneous, SolveConfig, Stop, __version__
 from deqseq.arguments import check_integer, check_known, check_number, check_type, shown
-from deqseq.as_json import from_json, to_json
+from deqseq.as_json import FIELDS, PARTS, SECTIONS, from_json, to_json
 from deqseq.backbones import LlamaConfig
 from deqseq.models import LanguageModelSpec
 from deqseq.models.specification import DecoderLayers
 
 Json = Mapping[str, Any]
 
-PARTS = ("prelude", "backbone", "coda")
-SECTIONS = dict.fromkeys(PARTS, "backbone")
-SECTIONS |= {"solve": "solve", "eval_solve": "solve", "loop_start": "start"}
-"""Fields that hold an object as JSON, and its kind."""
-FIELDS = {field.name: field.name for field in fields_of(LanguageModelSpec)}
-FIELDS |= {"tied": "tie_word_embeddings", "embedding_std": "initializer_range"}
-"""Fields of a specification, and their names in a configuration."""
 OTHERS = (
     *(
         "architectures",

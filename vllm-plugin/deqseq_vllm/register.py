@@ -7,7 +7,8 @@ from transformers import AutoConfig, PreTrainedConfig
 from vllm import ModelRegistry
 
 from deqseq.arguments import check_integer
-from deqseq_vllm.plan import INTEGERS, SECTIONS, SIZES, changed, check_name, decoder_changed
+from deqseq.as_json import SECTIONS
+from deqseq_vllm.plan import INTEGERS, SIZES, changed, check_name, decoder_changed
 
 
 class DeqseqConfig(PreTrainedConfig):
