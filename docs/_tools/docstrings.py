@@ -1,20 +1,29 @@
-"""Translates the library's docstrings from reStructuredText roles to Markdown."""
+"""Translates docstrings from reStructuredText roles to Markdown, and types with ranges to words."""
 
 import re
 import textwrap
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Any, get_args, get_origin
 
-from griffe import Docstring, Extension, Object
+from griffe import Docstring, Expr, ExprBinOp, ExprName, ExprSubscript, Extension, Module, Object
+
+from deqseq import arguments
 
 EQUATION = re.compile(
     r"^( *)\.\. math::[ ]*(.*(?:\n(?:\1 +.*|[ ]*(?=\n\1 )))*)", flags=re.MULTILINE
 )
 ROLE = re.compile(r":(math|class|func|meth|mod|attr|data|exc):`([^`]+)`")
 EXAMPLE = re.compile(r"^( *)Example:$", flags=re.MULTILINE)
+NAMED = {
+    name: get_args(value)
+    for name, value in vars(arguments).items()
+    if get_origin(value) is Annotated
+}
+"""Types with a range that have a name, such as ``PositiveInt``."""
 
 
 class Markdown(Extension):
-    """Rewrites each docstring after it is read."""
+    """Rewrites each docstring after it is read, and annotations when all are."""
 
     def on_object(self, *, obj: Object, **more: Any) -> None:
         """Translate the docstring of one object."""
@@ -24,6 +33,47 @@ class Markdown(Extension):
             docstring.value = EXAMPLE.sub(
                 r"\1Examples:", text
             )  # the plural is a section of code, else one of prose
+
+    def on_package(self, *, pkg: Module, **more: Any) -> None:
+        """Ranges of arguments: in the list of arguments, not in the signature."""
+        pending: list[Object] = [pkg]
+        while pending:
+            here = pending.pop()
+            members = [each for each in here.members.values() if isinstance(each, Object)]
+            pending += members
+            fields = [each for each in members if each.is_attribute]
+            typed: Any = here.parameters if here.is_function else fields
+            for each in typed:
+                if isinstance(each.annotation, Expr):
+                    each.annotation, text = without_range(each.annotation)
+                    if here.docstring is not None and text != str(each.annotation):
+                        line = re.compile(rf"^( +{each.name}):(?= )", flags=re.MULTILINE)
+                        here.docstring.value = line.sub(
+                            lambda found, text=text: f"{found[1]} ({text}):", here.docstring.value
+                        )
+
+
+def without_range(annotation: Any) -> tuple[Any, str]:
+    """A type without its range, and with it, as in ``float in (0, 2)``."""
+    if isinstance(annotation, ExprBinOp):
+        (left, before), (right, after) = map(without_range, (annotation.left, annotation.right))
+        both = replace(annotation, left=left, right=right)
+        return both, f"{before} {annotation.operator} {after}"
+    if isinstance(annotation, ExprName) and annotation.name in NAMED:
+        kind, check = NAMED[annotation.name]
+        return replace(annotation, name=kind.__name__), f"{kind.__name__} {as_range(check)}"
+    if isinstance(annotation, ExprSubscript) and str(annotation.left) == "Annotated":
+        kind, call = annotation.slice.elements
+        ends = [str(end).strip("'\"") for end in call.arguments]
+        return kind, f"{kind} {as_range(getattr(arguments, str(call.function))(*ends))}"
+    return annotation, str(annotation)
+
+
+def as_range(check: Any) -> str:
+    """What follows the type."""
+    if isinstance(check, arguments.AtLeast):
+        return f">= {check.low}"
+    return f"in {getattr(check, 'interval', None) or f'[{check.low}, {check.high}]'}"
 
 
 def display(found: re.Match[str]) -> str:

@@ -149,3 +149,20 @@ def test_the_docstring_says_all_it_must(name):
     assert [
         one for one in faults(target(name)) if not any(re.search(each, one) for each in EXCEPTIONS)
     ] == []
+
+
+def test_ranges_of_arguments_are_shown_in_words():
+    """Ranges stand in the list of arguments, plain types in the signature."""
+    extensions = griffe.load_extensions(ROOT / "docs" / "_tools" / "docstrings.py")
+    package = griffe.load("deqseq", search_paths=[ROOT], extensions=extensions)
+
+    def of(path, argument):
+        sections = package[path].docstring.parse("google")
+        (listed,) = [section for section in sections if section.kind.value == "parameters"]
+        (shown,) = [each for each in listed.value if each.name == argument]
+        return str(package[path].parameters[argument].annotation), str(shown.annotation)
+
+    assert of("solvers.relaxed.Relaxed", "damping") == ("float", "float in (0, 2)")
+    assert of("stop.Stop", "max_steps") == ("int", "int >= 1")
+    assert of("start.RandomStart", "seed") == ("int | None", "int in [0, 2 ** 32 - 1] | None")
+    assert of("fixed_point.fixed_point", "throw") == ("bool", "bool")
