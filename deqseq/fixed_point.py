@@ -8,7 +8,7 @@ from deqseq.arguments import check_type, checked
 from deqseq.gradients.base import Gradient
 from deqseq.gradients.implicit import Implicit
 from deqseq.solution import Solution, Status, warn_failed
-from deqseq.solve import posed
+from deqseq.solve import checked_problem
 from deqseq.solvers.anderson import Anderson
 from deqseq.solvers.base import Solver
 from deqseq.step import Callback
@@ -67,7 +67,7 @@ def fixed_point(
         >>> solution.value[0, 0]
         tensor(0.8952)
     """
-    problem = posed(f=f, z0=z0, args=args, solver=solver, stop=stop, callback=callback)
+    problem = checked_problem(f=f, z0=z0, args=args, solver=solver, stop=stop, callback=callback)
     chosen = Implicit() if gradient is None else gradient
     solution = chosen.apply(problem)
     check_type(f"what {type(chosen).__name__}.apply returns", solution, Solution)

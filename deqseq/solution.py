@@ -286,12 +286,8 @@ class Call(ABC):
         """The precision in which the map was evaluated."""
 
     @abstractmethod
-    def solved_value(self, outcome: Outcome) -> State:
-        """The value of the solve that gave an outcome, without a graph."""
-
-    @abstractmethod
-    def estimated_value(self, outcome: Outcome) -> State | None:
-        """That of the gradient estimator; None where none was used."""
+    def values(self, outcome: Outcome) -> tuple[State, State | None]:
+        """The value of the solve that gave an outcome, and of its gradient estimator, if any."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -7,7 +7,7 @@ is kept by :class:`AllTokens` or :class:`deqseq.windows.Swept`, which decide wha
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,17 +33,6 @@ from deqseq.sweeps import Sweep
 from deqseq.tokens import TokenArgs
 from deqseq.types import FixedPointMap, RowIndex, State
 from deqseq.windows import Found, Moved, Swept
-
-
-class Changes(TypedDict, total=False):
-    """Fields of a :class:`Problem` that an estimator may replace."""
-
-    f: FixedPointMap
-    z0: State
-    solver: Solver[Any]
-    stop: Stop
-    sweep: Sweep | None
-    callback: Callback | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +73,11 @@ class Problem(Call):
     returns_tested: bool = True
     autocast: torch.dtype | None = None
 
-    def solve(self, **changes: Unpack[Changes]) -> Solution:
+    def solve(self, **changes: Any) -> Solution:
         """Solve in the caller's gradient mode, without a warning if it fails.
 
         Args:
-            **changes: fields to replace for this solve.
+            **changes: fields of this problem to replace for this solve.
 
         Returns:
             The solution. Its ``call`` is this problem with the changed solver, rule or sweep.
@@ -133,13 +122,10 @@ class Problem(Call):
     def dtype(self) -> torch.dtype:
         return self.autocast or self.z0.dtype
 
-    def solved_value(self, outcome: Outcome) -> State:
+    def values(self, outcome: Outcome) -> tuple[State, State | None]:
         assert isinstance(outcome, Solution)
-        return outcome.value.detach()
-
-    def estimated_value(self, outcome: Outcome) -> State | None:
-        assert isinstance(outcome, Solution)
-        return outcome.value.detach() if outcome.value.requires_grad else None
+        value = outcome.value.detach()
+        return value, value if outcome.value.requires_grad else None
 
 
 def _check_sweep(problem: Problem) -> None:
@@ -210,7 +196,7 @@ def solve(
         ... ).stats.iterations
         tensor([1, 4])
     """
-    problem = posed(
+    problem = checked_problem(
         f=f,
         z0=z0,
         args=args,
@@ -225,13 +211,13 @@ def solve(
     return solution
 
 
-def posed(**fields: Any) -> Problem:
+def checked_problem(**fields: Any) -> Problem:
     """The problem of a caller, whose map, start and ``args`` are checked."""
     problem = Problem(**fields)
-    f, wanted = problem.f, Function(1 if problem.args is None else 2)
-    if problem.args is None and not wanted.is_kind(f) and Function(2).is_kind(f):
+    f, takes = problem.f, Function(1 if problem.args is None else 2)
+    if problem.args is None and not takes.is_kind(f) and Function(2).is_kind(f):
         raise TypeError(f"f must take z only, got {shown(f)}: give the second one as args=")
-    wanted("f", f)
+    takes("f", f)  # refuses what cannot be called so
     check_start("z0", problem.z0)
     check_rows("args", problem.args, len(problem.z0))
     return problem
@@ -258,7 +244,9 @@ class AllTokens(Found):
         window, rows, stop = self.window, self.window.rows, self.problem.stop
         last = self.evaluations >= window.budget
         checks = last or self.evaluations % stop.check_every == 0
-        if not checks and not (window.fresh.all() and stop.has_tolerance):
+        # the first measurement is the scale of later ones, whether it decides anything or not
+        begins = window.fresh.all() and stop.has_tolerance
+        if not checks and not begins:
             return False
         numbers = on_host(window.measure(z, fz, self.length))
         passed, sound = window.judge(numbers, torch.finfo(z.dtype).eps)
@@ -296,7 +284,7 @@ class AllTokens(Found):
     def store(self, z: State, fz: State, aux: Any) -> None:
         """Store what the rows that are evaluated return; those that go on are overwritten later."""
         rows = self.window.rows
-        at_point = diverged = self.status[rows] == Status.DIVERGED
+        diverged = at_point = self.status[rows] == Status.DIVERGED
         if self.problem.returns_tested:
             at_point = diverged | (self.status[rows] == Status.CONVERGED)
         places = on_device(rows, self.device)
@@ -326,8 +314,9 @@ def iterate(problem: Problem, found: Found, z: State) -> Solution:
         found.evaluations += 1
         return evaluate(problem.f, z, found.args, has_aux=problem.has_aux)
 
-    begun = window.remembered(evaluated)
-    z, memory = solver.begin(begun, z, stop)
+    # a solver with a loop of its own runs it in begin(), and its last evaluation is remembered
+    remembered = window.remembered(evaluated)
+    z, memory = solver.begin(remembered, z, stop)
     first = True
     while True:
         fz, aux = evaluated(z)
@@ -353,5 +342,5 @@ def iterate(problem: Problem, found: Found, z: State) -> Solution:
             if not solver.owns_loop:
                 memory = window.carry(memory, z)
             elif (window.moved_at == found.evaluations).any():
-                z, memory = solver.begin(begun, z, stop)
+                z, memory = solver.begin(remembered, z, stop)
         del fz, proposal, aux  # not held while the map is evaluated

@@ -35,14 +35,6 @@ def token_norms(x: State) -> Float[Tensor, "batch tokens"]:
     return norms if norms.ndim == 2 else norms.flatten(1)
 
 
-class Judgement(NamedTuple):
-    """What :meth:`Stop.judge` says of each token, ``(rows, tokens)``; arrays of NumPy."""
-
-    passed: Numbers
-    sound: Numbers
-    limit: Numbers  # (rows, 1)
-
-
 class Pair(NamedTuple):
     """A point ``z``, and :math:`f(z) - z` there."""
 
@@ -202,7 +194,9 @@ class Stop:
                 numbers = blocks.expand(-1, -1, -1, block).flatten(2)
             return numbers, pair
 
-    def judge(self, numbers: Numbers, limit: Numbers, fresh: Numbers) -> Judgement:
+    def judge(
+        self, numbers: Numbers, limit: Numbers, fresh: Numbers
+    ) -> tuple[Numbers, Numbers, Numbers]:
         """Which tokens pass by their residual, and which have not diverged.
 
         Args:
@@ -229,7 +223,7 @@ class Stop:
                 limit = np.maximum(limit, new_limit.max(axis=1, keepdims=True).clip(max=LARGEST))
             sound = (difference <= limit) & (scale < math.inf)
             passed = (difference <= self.rtol * scale + self.atol) & sound
-            return Judgement(passed, sound, limit)
+            return passed, sound, limit
 
     def near(self, numbers: Numbers, precision: float) -> Numbers:
         """Of which tokens the secant meets zero nearby, or the residual is lost in rounding.

@@ -109,7 +109,6 @@ class TokenArgs(NamedTuple):
                     f"sweep can divide, got one of shape {tuple(x.shape)}: expand it, or keep it "
                     "as an attribute of the backbone"
                 )
-        check_commits(self.backbone)
 
 
 def token_map(z: Sequence, tokens: TokenArgs) -> tuple[Sequence, Any]:

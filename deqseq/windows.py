@@ -51,7 +51,8 @@ class Window:
         self.fresh = np.ones((rows, width), dtype=bool)  # not measured since then
         self.limit = np.zeros((rows, 1), dtype=np.float32)  # see Stop.judge
         self.first_size = np.zeros((rows, width), dtype=np.float32)
-        self.passed = np.zeros((rows, width), dtype=bool)  # in the row's last measurement
+        # in the row's last measurement, where a token has to pass in two of them
+        self.passed_before = np.zeros((rows, width), dtype=bool)
         self.before: Pair | None = None
         # where each token was and whether it is fresh, if some moved since the last step
         self.moved: Tensor | None = None
@@ -95,16 +96,17 @@ class Window:
             rows = np.ones(len(self.rows), dtype=bool)
         flags = rows[:, None]
         passed, sound, limit = self.stop.judge(numbers, self.limit, self.fresh)
-        # a solver with a loop of its own has remembered its last evaluation
-        is_first = np.zeros_like(self.fresh) if self.solver.owns_loop else self.fresh
-        if len(numbers) == 4 and (passed & ~is_first).any():
+        # a solver with a loop of its own has remembered its last evaluation: none is the first
+        is_first = self.fresh & (not self.solver.owns_loop)
+        has_pair_before = len(numbers) == 4
+        if has_pair_before and (passed & ~is_first).any():
             passed = passed & (is_first | self.stop.near(numbers, precision))
         if self.solver.combines:
             size = np.where(self.fresh, numbers[:2].max(axis=0), self.first_size)
             passed = passed & (numbers[1] <= GROWTH * size)
-            confirmed = passed & (self.passed | self.fresh)
+            confirmed = passed & (self.passed_before | self.fresh)
             self.first_size = np.where(flags, size, self.first_size)
-            self.passed = np.where(flags, passed, self.passed)
+            self.passed_before = np.where(flags, passed, self.passed_before)
             passed = confirmed
         if limit is not self.limit:
             self.limit = np.where(flags, limit, self.limit)
@@ -120,7 +122,7 @@ class Window:
         source = np.minimum(places, self.width - 1)
         self.fresh = np.take_along_axis(self.fresh, source, axis=1)
         self.first_size = np.take_along_axis(self.first_size, source, axis=1)
-        self.passed = np.take_along_axis(self.passed, source, axis=1)
+        self.passed_before = np.take_along_axis(self.passed_before, source, axis=1)
         self.known_since = np.take_along_axis(self.known_since, source, axis=1)
         self.change(places >= self.width, evaluations)
         self.moved_at = np.where(counts > 0, evaluations, self.moved_at)
@@ -152,7 +154,7 @@ class Window:
         self.rows, self.moved_at = self.rows[stay], self.moved_at[stay]
         self.known_since, self.fresh = self.known_since[stay], self.fresh[stay]
         self.limit, self.first_size = self.limit[stay], self.first_size[stay]
-        self.passed = self.passed[stay]
+        self.passed_before = self.passed_before[stay]
         staying = on_device(np.flatnonzero(stay), device)
         self.before, self.moved = take((self.before, self.moved), staying)
         return staying
@@ -166,7 +168,8 @@ class Found(ABC):
         window: these rows and tokens.
         evaluations: how many there were.
         running: which rows of the batch have not ended, ``(batch,)``.
-        leaving: of the rows that are evaluated, which have something to :meth:`move`, ``(rows,)``.
+        leaving: of each row that is evaluated, how many tokens leave, or whether it has ended,
+            ``(rows,)``. Where any does, :meth:`move` is called.
         numbers: the latest d and s of each token, ``(2, batch, tokens)``.
     """
 
@@ -235,7 +238,8 @@ class Swept(Found):
         """Decide how many tokens leave each window."""
         window, rows, every = self.window, self.window.rows, self.problem.stop.check_every
         left, age = self.lengths[rows] - self.first[rows], self.evaluations - window.moved_at
-        at_budget, new = age >= window.budget, window.fresh[:, -1]
+        at_budget = age >= window.budget
+        new = window.fresh[:, -1]  # rows whose window has moved: tokens enter at its end
         checks = (left > 0) & (at_budget | (age % every == 0))
         self.leaving = np.zeros_like(left)
         if not (checks | new).any():
@@ -329,7 +333,8 @@ class Swept(Found):
         row = self.window.rows[:, None]
         token = self.first[row] + np.arange(self.window.width)
         self.at = row, token
-        inside = np.minimum(token, self.length - 1)
+        inside = np.minimum(token, self.length - 1)  # inputs end with the row, values do not
+        # (rows, width): in the flattened values; in inputs of all rows; in inputs of each row
         places = row * self.values.shape[1] + token, inside, row * self.length + inside
         self.value_index, shared, separate = on_device(np.stack(places), self.device)
         real = token < self.lengths[row]

@@ -271,10 +271,10 @@ class _Examination:
         causes |= dict.fromkeys(different_rows, Cause("several fixed points", elsewhere))
         with suppress(NotImplementedError):  # not causal, or without advance()
             causes |= self._other_sweeps()
-        estimated = call.estimated_value(outcome)
+        solved, estimated = call.values(outcome)
         if estimated is None:
             same = call.repeat()
-            returned = replace(same, value=call.solved_value(outcome))
+            returned = replace(same, value=solved)
             changed = Cause("changed since", "The same solve now gives another value.")
             causes |= dict.fromkeys(_apart(same, returned, tight.atol), changed)
         else:  # the estimator may have left the tolerance where the map expands

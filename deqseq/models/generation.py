@@ -127,6 +127,7 @@ class InWindow:
         self._window = Window(stop, solver, rows, width)
         self._start: Start | Tensor = start  # where the next evaluation is
         self._memory: Any = None  # the solver's, from its first step on
+        self._stepped = False
 
     def evaluate(self, x: Sequence) -> tuple[States, Tensor]:
         self.evaluations += self._steps
@@ -175,16 +176,14 @@ class InWindow:
 
     def _next(self, now: Evaluation, device: torch.device) -> Sequence:
         """The solver's next point; a token that diverged, on a wrong guess, begins at zero."""
-        memory = self._memory
-        if not isinstance(self._start, Tensor):
-            memory = self._solver.init(now.point)
-        if self._sound.all():
-            z, self._memory = next_point(self._solver, now.point, now.states, memory)
-            return z
-        sound = on_device(self._sound, device)[..., None]
-        states = torch.where(sound, now.states, now.point)
-        z, self._memory = next_point(self._solver, now.point, states, memory)
-        return z.masked_fill(~sound, 0)
+        if not self._stepped:
+            self._memory, self._stepped = self._solver.init(now.point), True
+        states, sound = now.states, None
+        if not self._sound.all():
+            sound = on_device(self._sound, device)[..., None]
+            states = torch.where(sound, states, now.point)
+        z, self._memory = next_point(self._solver, now.point, states, self._memory)
+        return z if sound is None else z.masked_fill(~sound, 0)
 
 
 class _Record:
@@ -213,12 +212,12 @@ class _Record:
             self._callback(NewTokens(*(on_device(x, self._device) for x in copies)))
 
     def count(
-        self, rows: np.ndarray, updates: np.ndarray, right: np.ndarray, inputs: np.ndarray
+        self, rows: np.ndarray, updates: np.ndarray, right: np.ndarray, final: np.ndarray
     ) -> None:
-        """Count the work of an evaluation, and which of the first ``inputs`` were guessed right."""
+        """Count the work of an evaluation, and which of the ``final`` inputs were guessed right."""
         self.updates[rows] += updates
-        final = np.arange(right.shape[1]) < inputs[:, None]
-        self.guessed[rows] += (right & final)[:, 1:].sum(axis=1)
+        counted = np.arange(right.shape[1]) < final[:, None]
+        self.guessed[rows] += (right & counted)[:, 1:].sum(axis=1)
 
     def generation(self, pad_token: int, evaluations: int | None) -> Generation:
         """The record as tensors; without ``evaluations``, nothing was solved."""
@@ -291,7 +290,8 @@ def generate(
         record.add(rows, tokens, counts, verdict)
         stay &= record.lengths[rows] < max_new_tokens
         if not in_prompt:
-            record.count(rows, verdict.updates, _guessed_right(inputs, tokens), counts + stay)
+            final = counts + stay.astype(int)  # inputs: of these tokens, and of the next one
+            record.count(rows, verdict.updates, _guessed_right(inputs, tokens), final)
         if not stay.any():
             break
         inputs, changed = _next_inputs(inputs, tokens, counts, width)

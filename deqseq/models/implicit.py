@@ -95,11 +95,9 @@ class ModelCall(Call):
     def dtype(self) -> torch.dtype:
         return self.autocast or self.value.dtype
 
-    def solved_value(self, outcome: Outcome) -> State:
-        return self.value
-
-    def estimated_value(self, outcome: Outcome) -> State | None:
-        return self.repeat(with_graph=True).value.detach() if self.training else None
+    def values(self, outcome: Outcome) -> tuple[State, State | None]:
+        estimated = self.repeat(with_graph=True).value.detach() if self.training else None
+        return self.value, estimated
 
 
 class ImplicitModel(BackboneModel):

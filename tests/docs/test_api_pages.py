@@ -27,7 +27,7 @@ EXCEPTIONS = {  # faults that are none, as patterns, and why
     r"\.Deqseq\w+\.(get_expanded_tied_weights_keys|prepare_inputs_\w+): `": "see transformers",
     r"\.Deqseq\w+: `unknown`": "collects misspelt names for the error",
     r"\.(distances|judge|begin|attach_to): ": "called by the library only",
-    r"\.(repeat|solved_value|estimated_value): ": "called by explain() only",
+    r"\.(repeat|values): ": "called by explain() only",
     r"\.testing\.\w+\.\w+Contract\.": "its methods are the tests themselves",
 }
 
