@@ -226,8 +226,8 @@ def checked_problem(**fields: Any) -> Problem:
 class AllTokens(Found):
     """What a solve has found of the whole batch, where all tokens of a row are iterated together.
 
-    The point of a row that has ended no longer changes. With ``args``, of which rows can be taken,
-    such rows are stored and removed once they are a quarter of the batch.
+    The point of a row that has ended no longer changes, as long as it passes. With ``args``, of
+    which rows can be taken, such rows are stored and removed once they are a quarter of the batch.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -254,6 +254,9 @@ class AllTokens(Found):
         if not checks:
             return False
         passed, sound = passed.all(axis=1), sound.all(axis=1)
+        if self.stored is None:  # a row goes on if others have moved it, as a mean over them does
+            again = rows[(self.status[rows] == Status.CONVERGED) & ~passed]
+            self.running[again], self.status[again] = True, Status.MAX_STEPS_REACHED
         ended = self.running[rows] & (last | passed | ~sound)
         self.status[rows[ended & passed]] = Status.CONVERGED
         self.status[rows[ended & ~sound]] = Status.DIVERGED

@@ -129,7 +129,13 @@ def check_independent(
     itself, too, and is not refused.
     """
     with torch.no_grad():
-        some, _ = evaluate(f, z[rows], take(args, rows), has_aux=has_aux)
+        try:
+            some, _ = evaluate(f, z[rows], take(args, rows), has_aux=has_aux)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"f(z, args) must take some rows of z and args alone, got {len(rows)} of {len(z)} "
+                f"and failed ({error}): what it uses of each row, such as a mask, belongs in args"
+            ) from error
         if _alike(some, fz[rows]):
             return 1
         repeated, _ = evaluate(f, z, args, has_aux=has_aux)

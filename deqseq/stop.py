@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -133,6 +133,7 @@ class Stop:
     """
 
     rtol: NonNegativeFloat = 1e-3
+    _: KW_ONLY
     atol: NonNegativeFloat = 0.0
     max_steps: PositiveInt = 64
     check_every: PositiveInt = 1

@@ -149,6 +149,41 @@ def test_rows_that_depend_on_one_another_are_found_before_one_is_removed():
     assert residual.max() < 1e-3
 
 
+@pytest.mark.parametrize("solver", [dq.Naive(), dq.Relaxed(0.8), dq.Adaptive()], ids=repr)
+def test_rows_that_others_move_converge_with_them(solver):
+    """Some rows pass long before the mean over the batch has settled; then they go on."""
+    torch.manual_seed(0)
+    weight, x = 0.1 * torch.randn(8, 8), torch.logspace(-2, 0.5, 16)[:, None] * torch.randn(16, 8)
+
+    def f(z):
+        return torch.tanh(z @ weight + 0.9 * z.mean(0) + x)
+
+    stop = dq.Stop(rtol=1e-3, max_steps=200)
+    solution = dq.fixed_point(f, torch.zeros(16, 8), solver=solver, stop=stop, throw=True)
+    z = solution.value
+    assert ((f(z) - z).norm(dim=1) <= 1e-3 * f(z).norm(dim=1)).all()
+    assert (solution.stats.residual <= 1e-3).all()
+
+
+def test_a_row_that_others_move_at_the_end_of_the_budget_has_not_converged():
+    def drifting(z):  # row 0 stands until row 1 has left 1
+        return torch.stack([torch.where(z[1] > 3, z[0] + 1, 1), z[1] + 1])
+
+    with pytest.warns(dq.ConvergenceWarning):
+        solution = dq.solve(
+            drifting, torch.ones(2, 1), solver=dq.Naive(), stop=dq.Stop(max_steps=6)
+        )
+    assert solution.status.tolist() == [dq.Status.MAX_STEPS_REACHED] * 2
+    assert solution.stats.iterations.tolist() == [6, 6]
+
+
+def test_what_a_map_uses_of_each_row_belongs_in_args():
+    mask = torch.ones(4, 1)
+    x = torch.tensor([0, 0.1, 1, 30])[:, None].expand(4, 8)
+    with pytest.raises(ValueError, match=r"got 3 of 4 and failed .*a mask, belongs in args"):
+        dq.fixed_point(lambda z, x: mask * torch.tanh(0.9 * z + x), torch.zeros(4, 8), args=x)
+
+
 def test_a_map_that_draws_random_numbers_is_not_said_to_mix_rows():
     x = torch.linspace(0, 1, 8)[:, None]
 
