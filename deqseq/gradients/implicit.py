@@ -37,7 +37,7 @@ class Implicit(AttachedGradient):
     \theta}.
 
     The memory is that of one evaluation. Each iteration of the adjoint solve costs one backward
-    pass through the map. There is no second derivative (use :class:`Unrolled`). A map compiled with
+    pass through the map. It has no second derivative (use :class:`Unrolled`). A map compiled with
     ``torch.compile`` needs ``torch._functorch.config.donated_buffer = False``, because its graph is
     used more than once. Under autocast the tolerance is at least the precision of the lower dtype.
 
