@@ -233,7 +233,7 @@ class Stop:
             return Judgement(passed, sound, limit)
 
     def near(self, numbers: Numbers, precision: float) -> Numbers:
-        """Of which tokens the secant meets zero nearby, or the residual is lost in rounding.
+        """Where the secant meets zero nearby, or the residual is below rounding, per token.
 
         Args:
             numbers: all four that :meth:`measure` gives.

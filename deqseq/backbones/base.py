@@ -50,7 +50,7 @@ class Cache:
         return self
 
     def crop(self, tokens: int, /) -> "Cache":
-        """The same cache without the last ``tokens`` of each row; ValueError if it cannot be cropped."""
+        """The cache without the last ``tokens`` of each row; ValueError if that is impossible."""
         raise ValueError(
             f"a {type(self).__name__} cannot be cropped: the state of a recurrent backbone does "
             "not contain earlier states. Keep the cache of the point to come back to"
