@@ -21,18 +21,18 @@ from deqseq.sweeps import Simultaneous, Sweep
 class SolveConfig:
     """How a fixed point is found and differentiated: five choices.
 
-    They are independent, but for a few pairs that raise an error: see :class:`Unrolled` and
+    They can be combined freely, except a few pairs that raise an error: see :class:`Unrolled` and
     :class:`ExternalSolver`.
 
     Args:
         solver: the algorithm.
         stop: tolerances and budget.
         gradient: the estimator. The sweep finds the fixed point; any estimator but
-            :class:`Unrolled` is applied after that, to the whole sequence at once.
+            :class:`Unrolled` is applied afterwards, to the whole sequence at once.
         sweep: which tokens are solved together.
-        start: where the iteration begins: ``"zero"`` (the paper); ``"input"``, the embedded tokens:
-            the first iteration is then the pass of an explicit model of the same layers, plus the
-            injection; or a :class:`RandomStart`.
+        start: where the iteration begins: ``"zero"`` (the paper); ``"input"``, the embedded tokens;
+            or a :class:`RandomStart`. From ``"input"``, the first iteration is one pass of the
+            explicit model of the same layers, plus the injection.
 
     Raises:
         TypeError: an argument of the wrong type.

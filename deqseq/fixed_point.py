@@ -34,14 +34,14 @@ def fixed_point(
         f: the map, ``(batch, *event) -> (batch, *event)``. All tensors that it closes over, and
             ``args``, receive gradients.
         z0: the start, ``(batch, *event)``.
-        args: what the map needs of each row, as in :func:`solve`; the map is called as ``f(z,
-            args)``. Default: it takes ``z`` alone.
+        args: inputs of the map with one entry per row, as in :func:`solve`; the map is called as
+            ``f(z, args)``. Default: it takes only ``z``.
         solver: the algorithm.
         stop: tolerances and budget. By default norms are over the last dimension, and every token
             has to pass; for images and other states that are not sequences take
             ``Stop(norm="row")``, one norm per row.
-        gradient: the estimator. Default: the exact one, :class:`Implicit`, where anything in ``f``
-            requires a gradient. An estimator that is named must find something to differentiate.
+        gradient: the estimator. Default: :class:`Implicit`, the exact gradient, if anything in
+            ``f`` requires one. If you pass one, something in ``f`` must require a gradient.
         throw: whether rows that did not converge raise an error.
         callback: called with a :class:`Progress` at every check.
 
@@ -55,8 +55,8 @@ def fixed_point(
         TypeError: an argument of the wrong type.
         ConvergenceError: with ``throw``, names the rows that did not converge, their residuals and
             a remedy.
-        ValueError: ``gradient`` was named, gradients are enabled, and yet nothing in ``f`` requires
-            one; or ``z0`` requires one and the estimator would drop it.
+        ValueError: ``gradient`` was passed and gradients are enabled, but nothing in ``f`` requires
+            one; or ``z0`` requires one that the estimator would drop.
 
     Example:
         >>> import torch, deqseq as dq

@@ -23,9 +23,9 @@ def take(tree: T, rows: RowIndex) -> T:
 
     Args:
         tree: a tensor ``(batch, ...)``, or dataclasses, named tuples, tuples, lists and dicts of
-            them, nested; anything else (None, numbers) is returned as it is. A record that has
-            tensors without a row dimension has a method ``take_rows(rows)`` of its own.
-        rows: positions, int64 of shape ``(rows,)``; in any order, and repeated ones are repeated.
+            them, nested; anything else (None, numbers) is returned as it is. A record with tensors
+            that have no row dimension needs its own method ``take_rows(rows)``.
+        rows: positions, int64 of shape ``(rows,)``, in any order; they may repeat.
 
     Returns:
         A record of the same type.

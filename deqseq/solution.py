@@ -64,8 +64,8 @@ class ConvergenceError(RuntimeError):
 
 
 class ConvergenceWarning(UserWarning):
-    """Most rows of a solve failed, or those of one whose status the caller does not see, such as
-    the adjoint solve of a backward pass.
+    """Most rows of a solve failed; or any, if the status is not returned to the caller, as in the
+    adjoint solve of a backward pass.
     """
 
 
@@ -105,23 +105,22 @@ def warn_failed(ends: np.ndarray, stop: Stop, share: float = 0.5, later: str = "
 
 @dataclass(frozen=True)
 class SolveStats:
-    """The numbers of a solve: one per row; of a model's solve one per token, whatever the sweep.
+    """The numbers of a solve: one per row, or one per token if a model was solved.
 
     Attributes:
         iterations: evaluations of the map from the row's start, or from the token's entry into a
             window, until it ended, ``(batch,)`` or ``(batch, length)``; 0 at padding, and at tokens
             that a diverged row did not reach.
         residual: relative residual ``|f(z) - z| / |f(z)|`` at the evaluation whose value was
-            returned; ``inf`` where it was not finite. That of a row is the largest over its tokens.
-            ``(batch,)`` or ``(batch, length)``.
-        evaluations: calls of the map, for the whole batch. Where rows of the caller's own map are
-            removed, one or two of them are beyond ``max_steps``: they show that its rows are
-            independent.
-        updates: in how many of those calls a row, or a token, took part before it was removed from
+            returned; ``inf`` if it was not finite. The residual of a row is the largest over its
+            tokens. ``(batch,)`` or ``(batch, length)``.
+        evaluations: calls of the map, for the whole batch. If rows of your own map are removed from
+            the batch, one or two calls more than ``max_steps`` check that its rows are independent.
+        updates: how many of those calls a row, or a token, took part in before it was removed from
             the batch, ``(batch,)`` or ``(batch, length)``. What a window computes beyond the end of
             a row is counted at its last token, so that the work of a solve is ``updates.sum()``.
-        forced: of a model's solve, real tokens that were committed or returned although they had
-            not passed, ``(batch, length)``. Default: None.
+        forced: real tokens of a model that were committed or returned without having converged,
+            ``(batch, length)``. Default: None.
     """
 
     iterations: Iterations
@@ -295,14 +294,13 @@ class Solution(Outcome):
     """A fixed point, or where its solve ended, with the numbers of the solve.
 
     Attributes:
-        value: of a row that converged the point ``z`` that passed; otherwise ``f(z)`` at its last
-            evaluation, ``(batch, *event)``. A gradient estimator may replace it.
+        value: ``(batch, *event)``: if a row converged, the point ``z`` that passed; otherwise
+            ``f(z)`` at its last evaluation. A gradient estimator may replace it.
         status: a :class:`Status` per row, ``(batch,)``.
         stats: the numbers of the solve.
-        ends: the ``status`` as an array of the host, which is there without a wait for the device.
-        aux: with ``has_aux=True``, what the map returned beside ``f(z)`` at that evaluation. After
-            an estimator that solves without a graph (every one but :class:`Unrolled`) it carries no
-            gradient.
+        ends: the ``status`` as a NumPy array, which can be read without a wait for the device.
+        aux: with ``has_aux=True``, the second output of the map at that evaluation. It carries no
+            gradient, except with :class:`Unrolled`.
         call: what was solved, and how, for :meth:`explain`; not saved with the object.
     """
 

@@ -42,18 +42,18 @@ class Problem(Call):
     Attributes:
         f: the map, called as ``f(z)``, or as ``f(z, args)``.
         z0: the start, ``(batch, *event)``.
-        args: what the map needs of each row. Default: it takes ``z`` only.
+        args: inputs of the map with one entry per row. Default: it takes only ``z``.
         has_aux: whether the map returns a pair ``(f(z), aux)``.
         solver: the algorithm.
         stop: tolerances and budget.
         sweep: which tokens are solved together. Default: the map has no tokens.
         callback: called with a :class:`Progress` at every check.
-        renew: prepares ``args`` again from some rows of them, so that no graph reaches the others.
+        renew: prepares ``args`` again for some rows, so that no graph reaches the other rows.
             Default: rows of ``args`` are taken as they are.
-        returns_tested: whether a row that converged returns the point that was tested, or the
-            map's value there, which no residual is known of. :class:`ImplicitModel` takes the
-            latter, one iteration more, unless its solver combines points.
-        autocast: the dtype of autocast at the time of the solve; None: it was switched off.
+        returns_tested: whether a converged row returns the point ``z`` that was tested. Otherwise
+            it returns ``f(z)``, one iteration further, whose residual is not known:
+            :class:`ImplicitModel` does so, unless its solver combines points.
+        autocast: the dtype of autocast at the time of the solve. None: autocast was off.
 
     Example:
         >>> import torch, deqseq as dq
@@ -164,10 +164,10 @@ def solve(
         z0: the start, ``(batch, *event)``, floating point and finite.
         solver: the algorithm.
         stop: tolerances and budget. ``stop.max_steps`` counts evaluations of ``f``, exactly.
-        args: what the map needs of each row: a tensor ``(batch, ...)``, or a record of them
-            (:func:`deqseq.take` removes rows of it). Default: the map takes ``z`` alone.
-        has_aux: whether ``f`` returns a pair ``(f(z), aux)``, with ``aux`` a record of tensors with
-            a row dimension. The solution has that of the evaluation which gave its value.
+        args: inputs of the map with one entry per row: a tensor ``(batch, ...)``, or a record of
+            such tensors (see :func:`deqseq.take`). Default: the map takes only ``z``.
+        has_aux: whether ``f`` returns a pair ``(f(z), aux)``; ``aux`` is a record of tensors with a
+            row dimension. The solution has the ``aux`` of the evaluation that gave its value.
         sweep: which tokens of a sequence are solved together; models pass theirs, with ``args``
             that can be divided. Default: the map has no tokens.
         callback: called with a :class:`Progress` at every check.

@@ -14,12 +14,12 @@ from deqseq.types import Sequence, float32_at_least
 @checked
 @dataclass(frozen=True)
 class RandomStart:
-    """Begin at random states: normal numbers, none beyond three standard deviations.
+    """Begin at random states: normal numbers, truncated at three standard deviations.
 
     Args:
-        std: standard deviation. Huginn's is about 0.63, that of its state; the retrofitted models
-            have sqrt(2 / (5 d_model)).
-        seed: of the draws of each call. Default: torch's global generator.
+        std: standard deviation, above 0. Huginn uses about 0.63, as in its state; the retrofitted
+            models use sqrt(2 / (5 d_model)).
+        seed: seed of each call, 0 to 2**32 - 1. Default: torch's global generator.
 
     Raises:
         TypeError, ValueError: names the field, what it got and what it wants.
@@ -45,11 +45,11 @@ class RandomStart:
     def draw(self, like: Tensor) -> Tensor:
         """States of the shape, dtype and device of ``like``, ``(batch, length, d_model)``.
 
-        They are drawn on the CPU, and so are the same on every device; by inverting the normal
-        distribution, without rejections, so that ``torch.export`` takes it.
+        They are drawn on the CPU, and so are the same on every device. The draw inverts the normal
+        distribution, without rejections, so that ``torch.export`` accepts it.
 
         Raises:
-            ValueError: ``torch.export`` with a seed, which the exported model would not set anew.
+            ValueError: ``torch.export`` with a seed, which the exported model could not set again.
         """
         if self.seed is not None and torch.compiler.is_exporting():
             raise ValueError(

@@ -53,11 +53,11 @@ ROUNDING = 8
 
 
 class Rule(ABC):
-    """A residual of one's own, for ``Stop(norm=...)``: a token passes where it is at most ``rtol``.
+    """A residual of your own, for ``Stop(norm=...)``: a token passes if it is at most ``rtol``.
 
     Example:
-        Converged when the predictions stop changing: the KL divergence of the logits of ``z`` from
-        those of ``f(z)``.
+        Tokens converge when their predictions stop changing. The residual is the KL divergence of
+        the predictions of ``z`` from those of ``f(z)``.
 
         >>> import torch, deqseq as dq
         >>> class LogitKL(Rule):
@@ -77,8 +77,8 @@ class Rule(ABC):
 
     @abstractmethod
     def residual(self, z: State, fz: State) -> Float[Tensor, "rows tokens"]:
-        """How far each token is from its end, at the point ``z`` with the value ``fz``, ``(rows,
-        tokens, ...)``.
+        """The residual of each token, from the point ``z`` and the map's value ``fz``, both
+        ``(rows, tokens, ...)``.
         """
 
 
@@ -92,34 +92,35 @@ class Stop:
 
     .. math:: d \le \mathrm{atol} + \mathrm{rtol} \cdot s,
 
-    and its residual is :math:`d / s`. The tokens of a block (of a row, if all tokens are solved
+    and its residual is :math:`d / s`. The tokens of a block (or of a row, if all tokens are solved
     together) converge when all of them pass in one evaluation. The paper divides by the norm of the
-    previous iterate; ours is defined for a start at zero too.
+    previous iterate; this residual is also defined for a start at zero.
 
-    A state that runs away, as that of ``z + 1`` does, would pass once :math:`s` is large. So a
-    token passes only if the secant through its last two measurements meets zero nearby. With
-    :math:`r = f(z) - z`, and :math:`\Delta` for what changed between them,
+    A state that grows without bound, as with ``f(z) = z + 1``, would pass once :math:`s` is large.
+    So a token passes only if the secant through its last two measurements meets zero nearby. With
+    :math:`r = f(z) - z`, and :math:`\Delta` for the change between the two measurements,
 
     .. math:: d \, \frac{\lVert \Delta z \rVert}{\lVert \Delta r \rVert} \le 100 \,
               (\mathrm{atol} + \mathrm{rtol} \cdot s).
 
-    Where the state drifts, :math:`r` does not change, and the row spends its budget. The first
-    measurement of a token has none before it, and passes by its residual only.
+    If the state drifts, :math:`r` does not change, and the row spends its budget. At the first
+    measurement of a token, only its residual is tested.
 
     Args:
         rtol: relative tolerance.
         atol: absolute tolerance, in the units of the state. A fixed point of zero needs one: near
             it, :math:`d / s` does not fall.
-        max_steps: the budget: how many times the map may be evaluated; in a window, since its last
-            commit.
+        max_steps: the budget: the largest number of evaluations of the map; in a window, since its
+            last commit.
         check_every: evaluations between two checks of the residual, at least 1. A check copies two
             numbers per token to the host, which on CUDA synchronises; between checks nothing is
             measured, ended or recorded.
-        divergence: a row has diverged when its :math:`d` exceeds this multiple of the scale it
-            started from (the larger of 1 and the first :math:`d` and :math:`s`), or is not finite.
+        divergence: float above 1, may be infinite. A row has diverged when its :math:`d` is not
+            finite, or exceeds this multiple of the largest of 1, its first :math:`d` and its first
+            :math:`s`.
         norm: ``"token"``: norms over the last dimension, one per token; ``"row"``: one norm over
             all tokens of a block. A norm over a long sequence stops too early, because the few
-            tokens that still move weigh little. A :class:`Rule` measures in a way of your own.
+            tokens that still move add little to it. A :class:`Rule` is a residual of your own.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -143,8 +144,8 @@ class Stop:
     @classmethod
     @checked
     def exactly(cls, steps: PositiveInt) -> "Stop":
-        """Run ``steps`` evaluations whatever the residual, check it once at the end, and return the
-        last value.
+        """Run ``steps`` evaluations without a test, check the residual once at the end, and return
+        the last value.
 
         Rows have the status ``MAX_STEPS_REACHED``, unless their residual is exactly 0.
 
@@ -158,7 +159,7 @@ class Stop:
 
     @property
     def has_tolerance(self) -> bool:
-        """Whether any row can converge; not after ``exactly``."""
+        """Whether a tolerance is above 0; False after ``exactly``."""
         return self.rtol > 0 or self.atol > 0
 
     @property
@@ -227,7 +228,7 @@ class Stop:
             return passed, sound, limit
 
     def near(self, numbers: Numbers, precision: float) -> Numbers:
-        """Of which tokens the secant meets zero nearby, or the residual is lost in rounding.
+        """Where the secant meets zero nearby, or the residual is below rounding, per token.
 
         Args:
             numbers: all four that :meth:`measure` gives.

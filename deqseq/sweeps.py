@@ -8,13 +8,12 @@ from deqseq.arguments import PositiveInt, check_integer, checked
 class Sweep:
     """Which tokens of a sequence are solved together: two numbers.
 
-    A row iterates ``window`` blocks of ``block`` tokens, from its first block that is not
-    committed. The tokens of a block end together. When the first blocks of the window pass, they
-    are committed and the window moves on; when ``stop.max_steps`` evaluations have committed
-    nothing, its first block is committed as it is. Each row moves and ends on its own. All sweeps
-    of a causal map find the same fixed point, as far as the tolerance allows and the map has only
-    one; they differ in how much work it takes and how much of it is parallel. A sweep is its
-    configuration: a frozen dataclass.
+    A row iterates ``window`` blocks of ``block`` tokens, beginning with its first uncommitted
+    block. The tokens of a block end together. When the first blocks of the window pass, they are
+    committed and the window moves on. When ``stop.max_steps`` evaluations have committed nothing,
+    the first block is committed as it is. Each row moves and ends independently. If a causal map
+    has one fixed point, all sweeps find it, up to the tolerance; they differ in the amount of work
+    and in how much of it is parallel. A sweep is its configuration: a frozen dataclass.
 
     Example:
         A sweep of your own: windows of two blocks of four tokens.
@@ -33,9 +32,9 @@ class Sweep:
     """
 
     block: int | None = None
-    """Tokens that end together; None: those of the whole row."""
+    """How many tokens end together. None: the whole row."""
     window: int = 1
-    """Blocks that are iterated at once."""
+    """How many blocks are iterated at once."""
 
     def width(self, length: int) -> int:
         """How many of ``length`` tokens are iterated at once; an error for numbers that are not at
@@ -52,7 +51,7 @@ class Sweep:
 class Simultaneous(Sweep):
     """All tokens together: parallel over the sequence, as the paper trains.
 
-    The number of iterations grows with the length where later tokens wait for earlier ones.
+    The number of iterations grows with the length if later tokens wait for earlier ones.
 
     Example:
         >>> import torch, deqseq as dq
@@ -112,13 +111,13 @@ class Sliding(Sweep):
     """A window over the first tokens that have not converged: the least work where convergence
     moves left to right.
 
-    In a trained model about one token converges per iteration. Only the window is iterated; when
-    its first tokens have converged, they are committed from an evaluation at which they pass, and
-    the window moves on: tokens that stay keep their state, new ones start where the model starts.
-    ``stats.forced`` marks tokens that were committed without passing, because the budget was spent.
+    In a trained model about one token converges per iteration. Only the window is iterated. When
+    its first tokens have converged, they are committed, and the window moves on. Tokens that stay
+    in the window keep their state; new ones begin at the model's ``start``. ``stats.forced`` marks
+    tokens that were committed without converging, because the budget was spent.
 
     Args:
-        window: tokens that are iterated together.
+        window: how many tokens are iterated together.
 
     Raises:
         ValueError: ``window`` is below 1.

@@ -28,12 +28,12 @@ class Affine(Backbone[AffineCache]):
 
     .. math:: f(z)_t = A z_t + R z_{t-1} + U x_t, \qquad z^*_t = (I - A)^{-1} (R z^*_{t-1} + U x_t)
 
-    For tests and tutorials: every solver, sweep and gradient can be checked against
-    :meth:`solution`.
+    It is for tests and tutorials: :meth:`solution` gives the exact result for every solver, sweep
+    and gradient.
 
     Args:
         d_model: width.
-        contraction: spectral norm of A and of R, in (0, 1).
+        contraction: spectral norm of A and of R, float between 0 and 1.
 
     Example:
         >>> backbone = Affine(4, contraction=0.4)

@@ -41,7 +41,7 @@ class Cache:
     """
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that is kept, for comparing and saving; rows first."""
+        """All tensors of the cache, to compare and save; their first dimension is the row."""
         return tensors_of(self)
 
     @checked
@@ -50,7 +50,7 @@ class Cache:
         return self
 
     def crop(self, tokens: int, /) -> "Cache":
-        """The same cache without the last ``tokens`` of each row; ValueError if it has to stay."""
+        """The cache without the last ``tokens`` of each row; ValueError if that is impossible."""
         raise ValueError(
             f"a {type(self).__name__} cannot be cropped: the state of a recurrent backbone does "
             "not contain earlier states. Keep the cache of the point to come back to"
@@ -62,8 +62,8 @@ class JointCache(Cache):
     """The caches of the steps of a :class:`deqseq.Looped` or :class:`deqseq.RecurrentDepth`.
 
     Attributes:
-        parts: the cache of the first part that runs, of the second, and so on.
-        kind: what the parts are, ``"steps"`` or ``"parts"`` of a model.
+        parts: one cache per part, in the order in which the parts run.
+        kind: ``"steps"`` of a loop, or ``"parts"`` of a model.
     """
 
     parts: tuple[Cache, ...]
@@ -104,7 +104,7 @@ class Inputs:
 
     Attributes:
         injection: what is added inside the layers, ``(batch, length, width)``; None if the backbone
-            was built without, and in an :class:`deqseq.ExplicitModel`.
+            has no injection, and in an :class:`deqseq.ExplicitModel`.
         dropout: dropout masks, one per layer, ``(batch, length, d_model)``; empty outside training.
         rotary: cosines and sines of the positions, as the blocks use them, each ``(batch or 1,
             length, headdim)`` or ``(batch or 1, length, 1, headdim)``; empty if there are none.
@@ -128,10 +128,10 @@ class Inputs:
 class Backbone(nn.Module, ABC, Generic[C]):
     r"""A stack of sequence layers seen as a map on sequences, :math:`z \mapsto f_\theta(z, x)`.
 
-    It must be causal (a token depends on tokens up to it), or say ``causal = False``, and pure
-    (neither the cache that it is given nor any state of its own changes). Your own needs
-    ``d_model``, :meth:`prepare` and :meth:`forward`; a causal one with :meth:`advance` can also be
-    swept, cached and decoded. :class:`deqseq.Affine` is the smallest one that has everything.
+    It must be causal (a token depends only on tokens up to it), or set ``causal = False``. It must
+    be pure (it changes neither its cache nor its own state). Your own backbone needs ``d_model``,
+    :meth:`prepare` and :meth:`forward`. For caches, decoding and all sweeps it must be causal and
+    have :meth:`advance`. :class:`deqseq.Affine` is the smallest complete example.
 
     Example:
         >>> class Pointwise(Backbone[Any]):  # each token on its own
@@ -152,7 +152,7 @@ class Backbone(nn.Module, ABC, Generic[C]):
     d_model: int
     """Width of the input, and of the state unless :attr:`state_width` says otherwise."""
     causal: bool = True
-    """Whether a token depends on tokens up to it only; if not, all of them are solved together."""
+    """Whether a token depends only on tokens up to it; if not, all are solved together."""
     gradient_checkpointing: bool = False
     """Whether the backward pass computes each block again instead of keeping its activations."""
     _stack: Any = None
@@ -201,11 +201,11 @@ class Backbone(nn.Module, ABC, Generic[C]):
         """Commit the first tokens of an evaluation, without a graph or another evaluation.
 
         Args:
-            cache: the cache of that evaluation; None: there were no tokens before.
+            cache: the cache of that evaluation. None: there were no tokens before.
             aux: what :meth:`forward` returned.
             tokens: how many tokens to commit, at least 1.
-            counts: how many of them each row commits, ``(batch,)``: fewer in a padded row, and 0
-                where a row commits none, whose cache stays as it was. Default: all.
+            counts: how many of them each row commits, ``(batch,)``. A padded row commits fewer; a
+                row with a count of 0 keeps its cache. Default: all.
 
         Returns:
             The cache after these tokens, without a graph.
@@ -225,7 +225,7 @@ class Backbone(nn.Module, ABC, Generic[C]):
         return replace(inputs, injection=None) if isinstance(inputs, Inputs) else inputs
 
     def sizes(self) -> Any:
-        """What builds such a backbone again, for :class:`deqseq.LanguageModelSpec`.
+        """The configuration of this backbone, for :class:`deqseq.LanguageModelSpec`.
 
         Raises:
             TypeError: a specification cannot name this backbone.
@@ -244,9 +244,9 @@ class Backbone(nn.Module, ABC, Generic[C]):
     def compile(self, **options: Any) -> None:
         """Compile one iteration with ``torch.compile`` and its ``options``.
 
-        Shapes are dynamic, so a new length or batch does not recompile. One row, one token, a
-        cache, gradients and ``need_aux`` each compile once; that can exceed torch's default limit
-        of eight.
+        Shapes are dynamic, so a new length or batch size does not recompile. There is one more
+        compilation for one row, one token, a cache, gradients and ``need_aux``; the total can
+        exceed torch's default limit of eight.
         """
         if self._stack is None:
             super().compile(**options)

@@ -16,8 +16,8 @@ from deqseq.types import Counts, Mask, Sequence
 class Injection(nn.Module, ABC):
     """How the input of a solve enters each iteration, before the first layer.
 
-    Your own needs the two methods; what does not depend on the state belongs into :meth:`prepare`,
-    which runs once per solve. Give it to a backbone by :class:`Injected`.
+    Your own injection needs both methods. Put what does not depend on the state into
+    :meth:`prepare`, which runs once per solve. :class:`Injected` adds it to a backbone.
 
     Example:
         >>> import deqseq as dq
@@ -61,13 +61,13 @@ class AddInjection(Injection):
 class ConcatInjection(Injection):
     r"""State and input are concatenated and projected, :math:`z \leftarrow W [z; x]`.
 
-    The part of the input is computed once per solve. Initially :math:`W = [g I \mid (1 - g) I]`.
-    With a gate of 0 the layers get the input, and any iteration is a pass of the layers; with
-    another only the first one is, of a solve that starts at the input.
+    The product with the input is computed once per solve. Initially :math:`W = [g I \mid (1 - g)
+    I]`. With a gate of 0, every iteration is one pass of the layers over the input. With another
+    gate only the first iteration is, if the solve starts at the input.
 
     Args:
         d_model: width.
-        gate: the state's share :math:`g` before training, 0 to 1.
+        gate: weight :math:`g` of the state before training, 0 to 1.
 
     References:
         The adapter of Huginn: Geiping et al., Scaling up Test-Time Compute with Latent Reasoning,
@@ -105,7 +105,7 @@ class DecayInjection(Injection):
 
     Args:
         d_model: width.
-        decay: the initial factor of the state, in (0, 1).
+        decay: the initial factor of the state, float between 0 and 1.
 
     References:
         Prairie et al., Parcae: Scaling Laws for Stable Looped Language Models, 2026.
@@ -139,8 +139,8 @@ class Injected(Backbone[Any]):
 
     .. math:: f(z, x) = g(\mathrm{enter}(z, x))
 
-    The paper's own injection, into the projections of every layer, is part of
-    :class:`deqseq.Mamba2` and :class:`deqseq.Llama`; here they are built with ``injection=False``.
+    :class:`deqseq.Mamba2` and :class:`deqseq.Llama` contain the paper's injection, into the
+    projections of every layer; to use them here, build them with ``injection=False``.
 
     Args:
         backbone: the layers :math:`g`.

@@ -40,7 +40,7 @@ class LlamaConfig:
 
     Args:
         d_model: width.
-        n_layers: blocks.
+        n_layers: number of blocks.
         n_heads: heads of the queries.
         n_kv_heads: heads of keys and values, a divisor of ``n_heads``. Default: ``n_heads``.
         headdim: channels per head, even. Default: ``d_model / n_heads``.
@@ -49,29 +49,29 @@ class LlamaConfig:
         rope_theta: base of the rotary embedding.
         rope_scaling: the frequency scaling of Llama 3.1 and later. Default: none.
         norm_eps: epsilon of all norms.
-        norms: where the norms of a block stand, as :class:`~deqseq.layers.LlamaBlock` says:
+        norms: positions of the norms in a block, as in :class:`~deqseq.layers.LlamaBlock`:
             ``"pre"`` (Llama), ``"post"`` (OLMo 2), ``"sandwich"`` (Ouro), ``"closed"`` (Huginn) or
             ``"outer"`` (TRM, and the first Transformers).
         qk_norm: whether queries and keys are normalised, each over all of its heads, as in OLMo 2.
         qk_bias: whether the projections to queries and keys have a bias, as in Huginn.
         final_norm: whether a norm follows the last block.
         float32_rotary: whether rotary angles are float32 in models of any dtype, as in the public
-            Llama code. False: they have the model's dtype, and float32 at least.
-        dropout: probability, in [0, 1); one mask per layer and solve.
+            Llama code. Otherwise they have the model's dtype, but at least float32.
+        dropout: probability, at least 0 and below 1; one mask per layer and solve.
         weight_norm: whether linear maps are weight-normalised, as in the paper.
-        injection: whether the input enters every layer; without, it serves explicit models,
-            ``start="input"``, and :class:`Injected`, which adds the input to the state.
-        skip_scale: in (0, 1]: the state is multiplied by it before the first block. The norm of a
-            branch does not see it; the residual path carries less of the state, and the iteration
-            converges faster. The paper has 1.
-        causal: whether a token attends to those up to it only. Otherwise it attends to all: there
+        injection: whether the input enters every layer. Build the backbone without for explicit
+            models, ``start="input"``, and :class:`Injected`, which adds the input to the state.
+        skip_scale: float above 0 and at most 1, by which the state is multiplied before the first
+            block. The norms of the branches undo it, but the residual path carries less of the
+            state, so the iteration converges faster. The paper has 1.
+        causal: whether a token attends only to tokens up to it. Otherwise it attends to all: there
             are no caches, and all tokens are solved together.
-        grid: whether the tokens of a row are the cells of a square, line by line, so that half of
-            the channels turns with the line and half with the column; not with ``causal``. A
-            rectangle becomes a square by cells of a token of their own.
+        grid: whether the tokens of a row are the cells of a square, line by line. Rotary angles
+            then follow the line in half of the channels and the column in the other half. Needs
+            ``causal=False``. Pad a rectangle to a square with cells of a separate token.
 
     Raises:
-        TypeError, ValueError: names the field, what it got and what it wants.
+        TypeError, ValueError: names the field, the value given and what is expected.
 
     Example:
         >>> LlamaConfig(d_model=64, n_heads=4).mlp_width is None
@@ -135,18 +135,18 @@ class Claim:
 class LlamaCache(Cache):
     """Keys and values of the committed tokens, at the beginning of each row.
 
-    Iterations write their own keys into the buffers after ``length``, and a commit of the same
-    tokens in every row leaves them there: nothing is concatenated. A later cache shares the buffers
-    of the one before. If one that shares them is newer, the buffers are copied.
+    Iterations write their keys into the buffers after ``length``. A commit of equally many tokens
+    in every row leaves them there: nothing is concatenated. A later cache shares the buffers of the
+    previous one. If a newer cache already uses the buffers, they are copied.
 
     Attributes:
         layers: buffers, one pair per layer, ``(batch, kv_heads, capacity, headdim)``.
         length: committed tokens of the longest row.
         counts: committed tokens of each row, ``(batch,)``. Default: ``length`` in every row.
         claim: who may write to the buffers.
-        age: how many caches came before it in these buffers.
+        age: how many caches used these buffers before.
         ahead: how many tokens :meth:`reserve` has prepared for.
-        visible: which tokens those attend to, ``(batch or 1, 1, ahead, length + ahead)``. Default:
+        visible: which tokens these attend to, ``(batch or 1, 1, ahead, length + ahead)``. Default:
             all tokens.
     """
 

@@ -38,24 +38,24 @@ class Looped(Backbone[JointCache]):
     .. math:: z_s = f_\theta(z_{s-1}, x), \quad s = 1, \ldots, S, \qquad
               F(z, x) = \mathrm{choose}(z_1, \ldots, z_S)
 
-    Step :math:`s` of a token sees step :math:`s` of the tokens before it, so decoding with the
+    Step :math:`s` of a token reads step :math:`s` of the tokens before it. So decoding with the
     cache equals the forward pass of the whole sequence, and the cache is :math:`S` times larger.
-    The gradient is that of all steps. ``ExplicitModel(Looped(backbone, steps))`` is a looped
+    All steps are differentiated. ``ExplicitModel(Looped(backbone, steps))`` is a looped
     transformer. ``steps``, ``choose`` and ``start`` can be changed later.
 
     Args:
-        backbone: the map :math:`f_\theta`. Its input enters every step, and its dropout masks are
-            those of all steps.
+        backbone: the map :math:`f_\theta`. Its input enters every step; all steps share its dropout
+            masks.
         steps: how often it runs, :math:`S \ge 1`.
-        choose: makes the result of the states of all steps: a function or module
-            ``(steps, batch, length, d_model) -> (batch, length, d_model)``. Default: those of the
-            last step.
-        start: where the loop begins, :math:`z_0`. ``"input"``: the state :math:`z` that it is
-            given, which an :class:`~deqseq.ExplicitModel` sets to the embedded tokens; ``"zero"``;
-            a :class:`~deqseq.RandomStart`; or the states themselves, ``(batch, length, d_model)``.
+        choose: combines the states of all steps into the result: a function or module
+            ``(steps, batch, length, d_model) -> (batch, length, d_model)``. Default: the states of
+            the last step.
+        start: :math:`z_0`, where the loop begins: ``"input"``, ``"zero"``, a
+            :class:`~deqseq.RandomStart`, or states, ``(batch, length, d_model)``. ``"input"`` is
+            the state :math:`z`, which an :class:`~deqseq.ExplicitModel` sets to the input.
 
     Raises:
-        TypeError, ValueError: names the argument, what it got and what it wants.
+        TypeError, ValueError: names the argument, the value given and what is expected.
 
     References:
         Dehghani et al., Universal Transformers, ICLR 2019, arXiv 1807.03819. Zhu et al., Scaling

@@ -21,28 +21,28 @@ class Mamba2Config:
 
     Args:
         d_model: width.
-        n_layers: blocks.
+        n_layers: number of blocks.
         d_state: state size of each channel.
         headdim: channels per head; divides ``expand * d_model``.
         expand: inner width over ``d_model``.
         n_groups: groups of heads that share B and C, and are normalised together; divides the
             number of heads.
         d_conv: filter length of the causal convolution.
-        mlp_width: hidden width of a feed-forward layer after each mixer. Default: 0, no such layer.
+        mlp_width: hidden width of a feed-forward layer after each mixer. Default: 0, no layer.
         chunk_size: tokens per chunk of the scan. Default: 64 in plain PyTorch, 256 in kernels.
         norm_eps: epsilon of all norms.
         dt_limit: bounds of the scan's step sizes.
-        dropout: probability, in [0, 1); one mask per solve.
+        dropout: probability, at least 0 and below 1; one mask per solve.
         weight_norm: whether linear maps and convolutions are weight-normalised, as in the paper.
-        injection: whether the input enters every layer; without, it serves explicit models,
-            ``start="input"``, and :class:`Injected`, which adds the input to the state.
-        skip_scale: in (0, 1]: the state is multiplied by it before the first block. The norm of a
-            branch does not see it; the residual path carries less of the state, and the iteration
-            converges faster. The paper has 1.
+        injection: whether the input enters every layer. Build the backbone without for explicit
+            models, ``start="input"``, and :class:`Injected`, which adds the input to the state.
+        skip_scale: float above 0 and at most 1, by which the state is multiplied before the first
+            block. The norms of the branches undo it, but the residual path carries less of the
+            state, so the iteration converges faster. The paper has 1.
         backend: implementation of convolutions and scans, a :data:`deqseq.ops.Backend`.
 
     Raises:
-        TypeError, ValueError: names the field, what it got and what it wants.
+        TypeError, ValueError: names the field, the value given and what is expected.
 
     Example:
         >>> Mamba2Config(d_model=64, d_state=16, headdim=32).n_layers
@@ -77,7 +77,7 @@ class Mamba2Cache(Cache):
     """Convolution and scan states after the committed tokens.
 
     Attributes:
-        layers: of each block, the last inputs of its convolution, ``(batch, d_conv - 1,
+        layers: one pair per block: the last inputs of its convolution, ``(batch, d_conv - 1,
             channels)``, and the state of its scan, ``(batch, heads, headdim, d_state)``.
     """
 

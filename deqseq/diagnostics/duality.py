@@ -22,18 +22,18 @@ SWEEPS: tuple[Sweep, ...] = (Simultaneous(), Chunked(8), Sliding(8), Sequential(
 
 @dataclass(frozen=True)
 class SweepReport:
-    """What one sweep took, and how far it agrees with the first.
+    """The cost of one sweep, and how closely it agrees with the first.
 
     Attributes:
         sweep: the sweep.
         converged: share of the rows that converged.
         evaluations: calls of the map.
-        updates: evaluations times tokens, over the whole batch.
+        updates: sum over all tokens of the evaluations that they took part in.
         state_difference: largest Euclidean distance between the states of a token, relative to the
             larger norm.
         cache_difference: largest distance between two tensors of the caches, relative to the larger
             norm.
-        agreement: share of the tokens at which both predict the same.
+        agreement: share of the tokens at which both sweeps predict the same.
     """
 
     sweep: Sweep
@@ -50,7 +50,7 @@ class DualityReport:
     """What :func:`check_duality` found; prints as a table.
 
     Attributes:
-        sweeps: what each sweep took, and how far it agrees with the first.
+        sweeps: cost of each sweep, and how closely it agrees with the first.
     """
 
     sweeps: tuple[SweepReport, ...]
@@ -92,15 +92,15 @@ def check_duality(
 ) -> DualityReport:
     """Solve the same tokens with several sweeps in eval mode, and compare them with the first.
 
-    Where all sweeps converge and the map has one fixed point, they agree as far as the tolerance
-    allows: check ``converged`` and tighten it before you conclude that a model has several fixed
-    points.
+    If all sweeps converge and the map has one fixed point, they agree up to the tolerance. Before
+    you conclude that a model has several fixed points, check ``converged`` and tighten the
+    tolerance.
 
     Args:
         model: a language model around an :class:`~deqseq.ImplicitModel`.
         ids: tokens, ``(batch, length)``.
         mask: bool, True at real tokens, ``(batch, length)``. Default: no padding.
-        sweeps: at least two.
+        sweeps: the sweeps to compare, at least two.
         solve: replaces the model's :class:`~deqseq.SolveConfig`; its sweep is not used.
         **fields: fields of :class:`~deqseq.SolveConfig` to replace, except ``sweep``; ``gradient``
             has no effect.

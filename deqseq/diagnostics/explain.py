@@ -62,8 +62,8 @@ class Explanation:
 
     Attributes:
         causes: one per row, such as "converged" or "budget".
-        findings: what was observed of the rows of each cause.
-        remedies: what to do about each; a setting that was tried and converged is named.
+        findings: what was observed in the rows with each cause.
+        remedies: what to do about each cause; it names a setting that was tried and converged.
     """
 
     causes: tuple[str, ...]
@@ -315,16 +315,16 @@ class _Examination:
 def explain(outcome: Outcome) -> Explanation:
     """Why each row of a solve converged or not, and what to do about it.
 
-    The map is solved again in the mode in which it was. It is evaluated twice at one point: one
-    that draws random numbers has no fixed point. If rows failed, they are solved with four times
-    the budget (at least 64 and at most 1,000 iterations), then with Adaptive, Relaxed(0.2),
-    Anderson and Broyden until one converges; only the last two if the solve is merely slow. Rows
-    that converged are solved again as they were, with another sweep and from a random start, and in
-    training mode the residual of the estimator's value is measured.
+    The map is solved again in the same mode. It is evaluated twice at one point, because a map that
+    draws random numbers has no fixed point. Rows that failed are solved with four times the budget
+    (at least 64 and at most 1,000 iterations), then with Adaptive, Relaxed(0.2), Anderson and
+    Broyden until one converges; only the last two if the solve is merely slow. Rows that converged
+    are solved again in the same way, with another sweep, and from a random start. In training mode
+    the residual of the estimator's value is measured, too.
 
     Args:
-        outcome: what a solve or a model returned. A model is examined with the weights that it has
-            now, in the dtype of then.
+        outcome: what a solve or a model returned. A model is examined with its current weights, in
+            the dtype of the original call.
 
     Raises:
         ValueError: an explicit model's output, a copy of an outcome, or some rows of one.

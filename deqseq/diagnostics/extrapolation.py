@@ -27,9 +27,9 @@ class Depth:
     Attributes:
         iterations: how many.
         loss: mean cross entropy, nats.
-        residual: relative, of the worst token of each row; the median over the rows.
-        difference: how far the predictions at the last tokens of two rows differ, as the total
-            variation distance of their probabilities, 0 to 1; the mean over all pairs.
+        residual: median over the rows of the largest relative residual of a row's tokens.
+        difference: total variation distance between the predictions at the last tokens of two rows,
+            0 to 1; mean over all pairs of rows.
     """
 
     iterations: int
@@ -44,7 +44,7 @@ class ExtrapolationReport:
 
     Attributes:
         trained: iterations in training.
-        depths: the numbers at each depth, rising to 8 times the trained one.
+        depths: the results at each depth, up to 8 times the trained depth.
     """
 
     trained: int
@@ -52,10 +52,10 @@ class ExtrapolationReport:
 
     @property
     def verdict(self) -> str:
-        """``"forgets its prompt"``: rows differ by less than a tenth of what they do at the trained
-        depth. ``"drifts"``: beyond it the loss grows by more than 0.05 nats, or 5 % of a loss above
-        1. ``"settles"``: neither, and the last residual is at most 0.01. ``"marginal"``: the loss
-        holds, but the state still moves.
+        """``"forgets its prompt"``: rows differ by less than a tenth of their difference at the
+        trained depth. ``"drifts"``: beyond the trained depth the loss grows by more than 0.05 nats,
+        or by 5 % if it is above 1. ``"settles"``: neither, and the last residual is at most 0.01.
+        ``"marginal"``: neither, but the state still changes.
         """
         first, *beyond = [depth for depth in self.depths if depth.iterations >= self.trained]
         allowed = first.loss + WORSE * max(1.0, first.loss)
@@ -87,18 +87,18 @@ def extrapolation(
     solve: SolveConfig | None = None,
     **fields: Unpack[SolveFields],
 ) -> ExtrapolationReport:
-    """Measure a looped model at 1, 2, 4, … iterations, up to 8 times those of its training.
+    """Measure a looped model at 1, 2, 4, … iterations, up to 8 times as many as in training.
 
-    Trained at one depth, a model often predicts worse beyond it, or forgets its input.
+    A model trained at one depth often predicts worse beyond it, or forgets its input.
 
     Args:
         model: a language model around an :class:`~deqseq.ImplicitModel`, alone or between layers.
         ids: at least two different prompts, ``(batch, length)``.
-        targets: what is scored, as in :class:`~deqseq.CausalLM`, ``(batch, length)``. Default: the
-            next of the ``ids``.
+        targets: targets of the loss, as in :class:`~deqseq.CausalLM`, ``(batch, length)``. Default:
+            the next token of ``ids``.
         mask: bool, True at real tokens, ``(batch, length)``. Default: no padding.
         trained: iterations in training. Default: the budget of the model's training solve.
-        solve: replaces the model's :class:`~deqseq.SolveConfig`, but for sweep and stopping rule.
+        solve: replaces the model's :class:`~deqseq.SolveConfig`, except sweep and stopping rule.
         **fields: fields of :class:`~deqseq.SolveConfig` to replace, except ``sweep`` and ``stop``.
 
     Raises:

@@ -35,8 +35,8 @@ class SpectralRadius:
     Attributes:
         eigenvalues: approximations of the outer eigenvalues, ``(batch, count)`` or ``(batch,
             length, count)``; NaN at padding and where the Jacobian is not finite.
-        backward_error: the largest is exact for a Jacobian that differs by so much, in norm,
-            ``(batch,)`` or ``(batch, length)``; take more products if it is not small.
+        backward_error: norm of a change of the Jacobian for which the largest eigenvalue is exact,
+            ``(batch,)`` or ``(batch, length)``; use more products if it is not small.
         residual: relative residual of the point, ``(batch,)``: the largest over the tokens.
     """
 
@@ -94,15 +94,16 @@ def spectral_radius(
     r"""The largest absolute eigenvalue of a map's Jacobian at a point, per row, by Arnoldi's
     method.
 
-    Below 1, plain iteration converges near the point, in the long run by this factor per iteration.
-    For a model take :func:`model_spectral_radius`: over a whole sequence, what one token passes to
-    the next can look like an eigenvalue until there are more products than tokens
-    (``backward_error`` shows it).
+    If it is below 1, plain iteration converges near the point, in the long run by this factor per
+    iteration. For a model use :func:`model_spectral_radius`: over a whole sequence, the influence
+    of one token on the next can look like an eigenvalue until there are more products than tokens
+    (``backward_error`` shows this).
 
     Args:
         f: the map.
         z_star: the point, ``(batch, *event)``.
-        products: products with the Jacobian per row, at least 1; exact with as many as dimensions.
+        products: products with the Jacobian per row, at least 1; the result is exact with as many
+            as the state has dimensions.
 
     Raises:
         TypeError, ValueError: ``z_star`` is not a floating-point tensor, or it is empty or not
@@ -137,15 +138,15 @@ def model_spectral_radius(
     r"""The spectral radius of each token of a model, at the fixed point that it finds in eval mode.
 
     The Jacobian of a causal map is block triangular over the tokens, so its eigenvalues are those
-    of its diagonal blocks :math:`\partial f_t / \partial z_t`, which are found with the tokens
-    before in the cache.
+    of its diagonal blocks :math:`\partial f_t / \partial z_t`. Each block is evaluated with the
+    earlier tokens in the cache.
 
     Args:
         model: a language model around an :class:`~deqseq.ImplicitModel`.
         ids: tokens, ``(batch, length)``.
         mask: bool, True at real tokens, ``(batch, length)``. Default: no padding.
-        products: products with the Jacobian per token, at least 1; exact with as many as the state
-            is wide.
+        products: products with the Jacobian per token, at least 1; the result is exact with as many
+            as the width of the state.
         solve: replaces the model's :class:`~deqseq.SolveConfig`.
         **fields: fields of :class:`~deqseq.SolveConfig` to replace; ``gradient`` has no effect.
 

@@ -47,10 +47,10 @@ class Gradient(ABC):
         """Solve, and return a solution whose value carries this estimator's graph.
 
         Args:
-            problem: what to solve, and how: ``problem.solve()`` does, in the caller's gradient
-                mode. What its map closes over, and its ``args``, receive gradients.
-            keep_value: whether the value is that of the solve, and the estimator adds its graph
-                only, as models want it in eval mode.
+            problem: what to solve, and how. ``problem.solve()`` solves it in the caller's gradient
+                mode. Tensors that its map closes over, and its ``args``, receive gradients.
+            keep_value: whether to return the value of the solve and only add the estimator's graph,
+                as models do in eval mode.
 
         Returns:
             The solution; status and statistics are those of the solve.
@@ -86,11 +86,11 @@ class AttachedGradient(Gradient):
         """The fixed point with this estimator's graph, built in the caller's gradient mode.
 
         Args:
-            f: the map ``z -> f(z)`` that ``z_star`` is a fixed point of.
-            z_star: the fixed point, ``(batch, *event)``; its own history, if any, is cut.
+            f: the map, ``z -> f(z)``.
+            z_star: its fixed point, ``(batch, *event)``; detach it from its own graph, if any.
 
         Returns:
-            A tensor of the same shape: ``z_star`` up to the solve's tolerance.
+            A tensor of the same shape, equal to ``z_star`` up to the tolerance.
         """
 
     def apply(self, problem: Problem, *, keep_value: bool = False) -> Solution:

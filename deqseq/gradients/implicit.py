@@ -36,16 +36,15 @@ class Implicit(AttachedGradient):
     .. math:: y = J^\top y + g, \qquad \frac{dL}{d\theta} = y^\top \frac{\partial f}{\partial
     \theta}.
 
-    Memory is that of one evaluation; each adjoint step costs one backward pass through the map.
-    It has no second derivative (differentiate :class:`Unrolled` for that). A map that is compiled
-    with ``torch.compile`` needs ``torch._functorch.config.donated_buffer = False``, because its
-    graph is walked more than once. Under autocast the tolerance is not below the precision of
-    the lower dtype.
+    The memory is that of one evaluation. Each iteration of the adjoint solve costs one backward
+    pass through the map. It has no second derivative (use :class:`Unrolled`). A map compiled with
+    ``torch.compile`` needs ``torch._functorch.config.donated_buffer = False``, because its graph is
+    used more than once. Under autocast the tolerance is at least the precision of the lower dtype.
 
     Args:
         solver: the algorithm of the adjoint solve.
-        stop: its tolerances and budget; ``atol`` is relative to the largest number of each row's
-            incoming gradient.
+        stop: tolerances and budget of the adjoint solve; ``atol`` is relative to the largest entry
+            of each row's incoming gradient.
         throw: whether an adjoint solve that does not converge raises an error; otherwise it warns.
         report: called with the adjoint's :class:`~deqseq.Solution` in each backward pass.
 

@@ -19,21 +19,21 @@ class Phantom(AttachedGradient):
     .. math:: z \leftarrow (1 - \lambda)\, z + \lambda f(z) \quad \text{for } k \text{ steps from }
     z^*
 
-    The gradient is a truncated Neumann series of the implicit one; with :math:`J` the map's
-    Jacobian at the fixed point its error shrinks as :math:`\lVert (1-\lambda) I + \lambda J
-    \rVert^k`. Memory grows with the steps, never with the number of iterations of the solve.
+    The gradient is a truncated Neumann series of the exact one. Its error shrinks as :math:`\lVert
+    (1-\lambda) I + \lambda J \rVert^k`, where :math:`J` is the map's Jacobian at the fixed point.
+    Memory grows with the phantom steps, not with the iterations of the solve.
 
-    The value is that of the last step, and under ``torch.no_grad()`` that of the solve. So wrap a
-    model in activation checkpointing with ``use_reentrant=False`` only: the reentrant kind runs the
-    forward pass under ``no_grad``.
+    The value is that of the last step; under ``torch.no_grad()``, that of the solve. So if you
+    checkpoint a model, use ``use_reentrant=False``: the reentrant kind runs the forward pass under
+    ``no_grad``.
 
     Args:
-        steps: :math:`k`.
-        damping: :math:`\lambda`.
+        steps: :math:`k`, at least 1.
+        damping: :math:`\lambda`, float above 0 and at most 1.
         checkpoint: whether to recompute activations in the backward pass.
 
     Raises:
-        ValueError: no steps, or a damping outside (0, 1]: both would silently give no gradient.
+        ValueError: ``steps`` or ``damping`` is out of its range.
 
     References:
         Geng et al., On Training Implicit Models, NeurIPS 2021, arXiv 2111.05177.
@@ -67,13 +67,13 @@ class Phantom(AttachedGradient):
 
 @dataclass(frozen=True)
 class OneStep(AttachedGradient):
-    r"""Differentiate one evaluation at the fixed point: the implicit gradient with its inverse
-    Jacobian left out.
+    r"""Differentiate one evaluation at the fixed point: the exact gradient without its inverse
+    Jacobian.
 
     .. math:: \frac{d z^*}{d\theta} \approx \frac{\partial f}{\partial \theta}(z^*)
 
-    The cheapest estimator; a descent direction where the map contracts well, biased elsewhere. The
-    same as ``Phantom(steps=1, damping=1.0)``.
+    This is the cheapest estimator, equal to ``Phantom(steps=1, damping=1.0)``. It is a descent
+    direction if the map contracts well, and biased otherwise.
 
     References:
         Fung et al., JFB: Jacobian-Free Backpropagation for Implicit Networks, AAAI 2022, arXiv

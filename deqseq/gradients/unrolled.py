@@ -16,21 +16,21 @@ from deqseq.types import FixedPointMap
 @checked
 @dataclass(frozen=True)
 class Unrolled(Gradient):
-    r"""Differentiate the solve itself: exact for the iterate that is returned, and for the start
+    r"""Differentiate the solve itself, exactly for the returned iterate, and also for the start
     ``z0``.
 
     .. math:: \frac{d z^{(s)}}{d\theta} = \frac{\partial f}{\partial z} \frac{d z^{(s-1)}}{d\theta}
               + \frac{\partial f}{\partial \theta}
 
-    Memory grows with the number of iterations; with ``checkpoint`` by one state each instead of all
-    activations, for one more evaluation each in the backward pass. To train a fixed number of
-    unrolled steps, give it ``Stop.exactly(steps)``.
+    Memory grows with the number of iterations. With ``checkpoint``, each iteration keeps one state
+    instead of all activations, and costs one more evaluation in the backward pass. To train a fixed
+    number of unrolled steps, use ``Stop.exactly(steps)``.
 
-    With ``last``, backpropagation is truncated: the iterations before run without a graph, the
-    start gets no gradient, and memory does not grow with their number.
+    With ``last``, backpropagation is truncated: earlier iterations run without a graph, the start
+    gets no gradient, and memory does not grow with the number of iterations.
 
-    A row that diverges stays in the graph: its derivatives, huge or infinite, are part of the
-    gradients of shared parameters. The other estimators leave such rows out.
+    A row that diverges stays in the graph, so its huge or infinite derivatives enter the gradients
+    of shared parameters. The other estimators leave such rows out.
 
     Args:
         checkpoint: whether to recompute activations in the backward pass.

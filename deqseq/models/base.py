@@ -20,12 +20,12 @@ SETTINGS = frozenset({"solve", "eval_solve", *SolveFields.__annotations__})
 
 
 class Model(nn.Module, ABC):
-    """Embedded tokens in, states out: :class:`ImplicitModel`, :class:`ExplicitModel`,
+    """A map from embedded tokens to states: :class:`ImplicitModel`, :class:`ExplicitModel`,
     :class:`RecurrentDepth`.
 
-    Besides the call, a model has the two methods that a backbone has: one evaluates some tokens,
-    the other commits any number of them. Nothing is solved or decided, so that decoding can be
-    built on them.
+    A model can be called, and has two methods for decoding: :meth:`evaluate` iterates some tokens,
+    :meth:`commit` commits any number of them. These two neither test for convergence nor stop
+    early.
 
     Example:
         >>> import torch, deqseq as dq
@@ -40,7 +40,7 @@ class Model(nn.Module, ABC):
     d_model: int
     """Width of the embedded tokens."""
     causal: bool = True
-    """Whether a token's state depends on tokens up to it only."""
+    """Whether a token's state depends only on tokens up to it."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_setting(self, name)
@@ -59,19 +59,18 @@ class Model(nn.Module, ABC):
         start: Start | Sequence | None = None,
         iterations: int = 1,
     ) -> Evaluation:
-        """Iterate the part that is iterated a fixed number of times; nothing is decided or
-        committed.
+        """Run a fixed number of iterations, without a test for convergence or a commit.
 
         Args:
             x: embedded tokens, ``(batch, length, d_model)``.
-            cache: of the tokens before. Default: there are none.
-            start: where that part begins, as in :class:`SolveConfig`, or states to begin from,
-                ``(batch, length, d_model)``. Default: where the model begins.
+            cache: cache of the tokens before. Default: there are none.
+            start: where the iteration begins, as in :class:`SolveConfig`, or states to begin from,
+                ``(batch, length, d_model)``. Default: the model's own ``start``.
             iterations: evaluations of its map, at least 1. An explicit model runs its layers once,
                 from ``x``.
 
         Returns:
-            States, and what :meth:`commit` needs; no graph.
+            States, and what :meth:`commit` needs, without a graph.
 
         Raises:
             TypeError, ValueError: an argument of the wrong type or shape.
@@ -81,11 +80,10 @@ class Model(nn.Module, ABC):
     def commit(
         self, cache: Cache | None, evaluation: Evaluation, counts: Counts | None = None
     ) -> Cache:
-        """The cache after some tokens of an evaluation, without a graph; nothing is evaluated
-        again.
+        """The cache after some tokens of an evaluation, without a graph or another evaluation.
 
         Args:
-            cache: that of the evaluation.
+            cache: the cache that the evaluation used.
             evaluation: what :meth:`evaluate` returned.
             counts: how many of its tokens each row commits, int64, ``(batch,)``, not all 0.
                 Default: all.
@@ -97,8 +95,8 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def compile(self, **options: Any) -> None:
-        """Compile the layers with ``torch.compile``, which takes the ``options``; the code around
-        them stays.
+        """Compile the layers, but not the code around them, with ``torch.compile``, which takes the
+        ``options``.
         """
 
 

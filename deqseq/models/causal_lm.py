@@ -54,7 +54,7 @@ class CausalLM(nn.Module):
         tied: whether the head shares the embedding's weights, as in the paper.
         embedding_dropout: probability that a number of an embedded token is zero in training; drawn
             once, before the solve.
-        embedding_scale: multiplies the embedded tokens, rounded to their dtype first, as in Gemma.
+        embedding_scale: factor of the embedded tokens, first rounded to their dtype, as in Gemma.
         logit_softcap: bound of the logits, which become ``cap * tanh(logits / cap)``, as in Gemma
             2. Default: none.
 
@@ -196,31 +196,31 @@ class CausalLM(nn.Module):
     ) -> Generation:
         """Continue a batch of prompts; the new tokens are solved in windows.
 
-        In every iteration each token's state predicts the next token, which becomes the input at
+        In every iteration, each token's state predicts the next token, which becomes the input at
         the next position. The first tokens of the window are committed when they have converged and
-        their inputs no longer change. So the result is that of generating one token after another,
-        up to the tolerance, in fewer sequential evaluations of more tokens. Greedy generation
-        equals the argmax of a full forward pass. Each row moves on independently. The model is in
-        eval mode during the call, in all threads: generate with a copy while another thread trains.
+        their inputs no longer change. So, up to the tolerance, the result is the same as with one
+        token after another, in fewer evaluations of more tokens each. Greedy generation equals the
+        argmax of a full forward pass. Each row moves on independently. The call puts the model in
+        eval mode in all threads: if another thread trains it, generate with a copy.
 
         Args:
             input_ids: prompts, ``(batch, length)``.
             max_new_tokens: the largest number of new tokens per row.
             window: how many tokens are iterated together. With 1, each token is solved before the
                 next is chosen. Default: 8, but 1 where a window is an error: an explicit model, a
-                solver of another library, no tolerance, or ``start="input"``. A choice is made
-                every ``stop.check_every`` iterations, with outer layers at least every 2.
+                solver of another library, no tolerance, or ``start="input"``. Next tokens are
+                chosen every ``stop.check_every`` iterations; with outer layers, at least every 2.
             mask: bool, True at real tokens of the prompts, ``(batch, length)``, for prompts of
                 unequal length; padding may be anywhere. Default: no padding.
-            cache: of the tokens before the prompts, as a call of the model returned it. Default:
-                the prompts begin the sequence.
-            temperature: logits are divided by it; at 0 the most probable token is taken.
+            cache: cache of the tokens before the prompts, as returned by a call of the model.
+                Default: the prompts begin the sequence.
+            temperature: divides the logits; with 0 the most probable token is taken.
             top_k: draw among this many of the most probable tokens. Default: all.
             top_p: draw among the most probable tokens that together have this probability. Default:
                 all.
-            seed: of the draws; those of a row depend on it and on the row's place in the batch, not
-                on the window or the other rows. Default: torch's global generator.
-            stop_tokens: a row ends with the first of these.
+            seed: seed of the draws. The draws of a row depend on it and on the row's position in
+                the batch, not on the window or other rows. Default: torch's global generator.
+            stop_tokens: each row ends with the first of these that it generates.
             pad_token: fills the rows that have ended.
             callback: called with :class:`NewTokens` when tokens are committed.
             solve: replaces the model's :class:`SolveConfig`.
@@ -229,8 +229,8 @@ class CausalLM(nn.Module):
                 model takes neither these nor ``solve``.
 
         Returns:
-            Tokens, and for an implicit model the iterations of each and whether its solve
-            converged.
+            The tokens. For an implicit model also the iterations of each token, and whether its
+            solve converged.
 
         Raises:
             ValueError: a bad shape, ids outside the vocabulary, or a number out of its range.
@@ -268,7 +268,7 @@ class CausalLM(nn.Module):
 
     @property
     def core(self) -> ImplicitModel | None:
-        """The implicit part: the model itself, or that of a :class:`RecurrentDepth`; or None."""
+        """The implicit part: the model, or the core of a :class:`RecurrentDepth`; or None."""
         return solved_part(self.model)
 
     def compile(self, **options: Any) -> None:

@@ -78,10 +78,10 @@ def load_example(name: str) -> Any:
       is not a fixed point.
     - ``"a5"``: one Mamba2 block, trained on products of up to 16 factors, each one of two elements
       of A5, the smallest group that is not solvable; says after each factor which of the 60
-      elements the product is. Right at every token of 64, at 98 % of those of 256. Its inputs are
+      elements the product is. Right at all of 64 tokens, and at 98 % of 256 tokens. Its inputs are
       those of ``WordProblem(group, generators(group, 2))`` in :mod:`deqseq.tasks`.
     - ``"balls"``: one Mamba2 block, trained on stories of up to 12 swaps of balls; says in which
-      cup one is. Its words are those of :class:`deqseq.tasks.Balls`. Of stories of 96 swaps it
+      cup a ball is. Its words are those of :class:`deqseq.tasks.Balls`. In stories of 96 swaps it
       answers 98 % of the last questions.
     - ``"swaps"``: a Transformer of six layers, pretrained on stories of up to four swaps, whose two
       middle layers were then looped; answers 84 % of the last questions after 16 swaps. Its ids are
@@ -91,15 +91,15 @@ def load_example(name: str) -> Any:
       bits per character on three plays that it was not trained on. Its ids are the bytes of ASCII
       text.
     - ``"sudoku"``: one Transformer block that sees all cells, a :class:`TokenClassifier`; solves
-      Sudokus of 6 x 6 with 14 givens or more, 99 % of them whole, in boxes of two lines and three
+      99 % of 6 x 6 Sudokus with 14 givens or more, whose boxes have two lines and three
       columns. Its ids are the digits, 0 for a blank, line by line; a digit's class is one less.
 
     Args:
-        name: of the model.
+        name: name of the model.
 
     Returns:
-        The model, a :class:`CausalLM` but for the last one, in eval mode, on the CPU, in float32;
-        solved to a relative tolerance of 0.01.
+        The model in eval mode, on the CPU, in float32, solved to a relative tolerance of 0.01. All
+        but ``"sudoku"`` are a :class:`CausalLM`.
 
     Raises:
         ValueError: an unknown name.

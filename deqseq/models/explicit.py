@@ -23,8 +23,8 @@ class ExplicitModel(BackboneModel):
     sequence model.
 
     Args:
-        backbone: the layers, best built without an injection, which is not used here; that of a
-            backbone inside a :class:`Looped` is.
+        backbone: the layers. An injection is not used here, except that of a backbone inside a
+            :class:`Looped`, so build the backbone without.
 
     Example:
         >>> import torch, deqseq as dq
@@ -51,8 +51,8 @@ class ExplicitModel(BackboneModel):
         """Run the layers once; the value has no statistics.
 
         ``x``, ``mask``, ``cache`` and ``return_cache`` are those of :meth:`ImplicitModel.forward`,
-        ``(batch, length, d_model)`` and ``(batch, length)``. Its other ``options`` are refused
-        unless they ask for nothing.
+        ``(batch, length, d_model)`` and ``(batch, length)``. Its other ``options`` raise an
+        error unless they have no effect.
 
         Raises:
             TypeError: an argument of the wrong type, or an option of a solve.

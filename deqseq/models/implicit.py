@@ -103,9 +103,9 @@ class ModelCall(Call):
 class ImplicitModel(BackboneModel):
     r"""The fixed point of a backbone as a function of its input, :math:`z^* = f_\theta(z^*, x)`.
 
-    Training and evaluation run the same code. Where the solve converges to the only fixed point,
-    solver, sweep and start make no difference to the result; they do where there are several fixed
-    points, or the budget is small.
+    Training and evaluation run the same code. If a solve converges and there is only one fixed
+    point, solver, sweep and start do not change the result. They do if there are several fixed
+    points, or if the budget is small.
 
     Args:
         backbone: the map.
@@ -170,36 +170,36 @@ class ImplicitModel(BackboneModel):
 
         Args:
             x: embedded tokens, ``(batch, length, d_model)``.
-            mask: bool, True at real tokens, ``(batch, length)``. Padding may be anywhere in a row;
-                it leaves the row as it is alone, and is zero in the result. Default: no padding.
+            mask: bool, True at real tokens, ``(batch, length)``. Padding may be anywhere in a row.
+                It does not change the real tokens, and is zero in the result. Default: no padding.
             cache: the ``cache`` of the :class:`ModelOutput` for the tokens before. Default: there
                 are none.
             return_cache: whether to return the cache after these tokens, as the solve found it. It
                 carries no gradient.
-            callback: called with a :class:`Progress` at every check of the residual. Residuals are
-                of the real tokens first, whatever the padding.
+            callback: called with a :class:`Progress` at every check of the residual. The residuals
+                of real tokens come first in each row, wherever the padding is.
             throw: whether rows that spent their budget or diverged raise an error.
             solve: replaces the model's configuration for this call.
             **fields: fields of :class:`SolveConfig` to replace for this call: ``solver``, ``stop``,
-                ``gradient``, ``sweep``, ``start``; the latter may also be the states to begin from,
+                ``gradient``, ``sweep``, ``start``. ``start`` may also be the states to begin from,
                 ``(batch, length, state_width)``.
 
         Returns:
-            The states, with the numbers of their solve. In training mode, where gradients are
-            wanted, the value is the estimator's, after its phantom steps, say. Otherwise it is that
-            of the solve.
+            The states, with the numbers of their solve. In training mode, with gradients enabled,
+            the value is the estimator's, such as that after the phantom steps. Otherwise it is the
+            value of the solve.
 
         Warns:
-            ConvergenceWarning: once per model, most rows spent their budget or diverged in eval
-                mode; once, all rows did in training mode, unless ``stop`` is checked at its last
-                iteration only.
+            ConvergenceWarning: in eval mode, most rows spent their budget or diverged; in training
+                mode, all rows did, unless ``stop`` is checked only at its last iteration. Once per
+                model and mode.
 
         Raises:
             ConvergenceError: with ``throw``, names the rows that failed, their residuals and a
                 remedy.
             TypeError: an unknown keyword, or a value of the wrong type.
-            NotImplementedError: a cache or another sweep than :class:`Simultaneous`, of a backbone
-                that is not causal or has no ``advance``.
+            NotImplementedError: a cache, or a sweep other than :class:`Simultaneous`, with a
+                backbone that is not causal or has no ``advance``.
             ValueError: a bad shape; offloaded weights; :class:`Unrolled` with another sweep than
                 :class:`Simultaneous`; a solver of another library with a window.
         """

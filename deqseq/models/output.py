@@ -60,8 +60,8 @@ class TokenClassifierOutput(Outcome):
 
     Attributes:
         logits: ``(batch, length, n_classes)``.
-        states: those of the model, ``(batch, length, state_width)``; an implicit model's, detached,
-            may be the ``start`` of a later call.
+        states: states of the model, ``(batch, length, state_width)``. Those of an implicit model,
+            detached, may be the ``start`` of a later call.
         loss: mean cross entropy in nats, ``()``, in float32 at least; None without targets.
         stats: numbers of the solve, per token; None for an explicit model.
         status: a :class:`~deqseq.Status` per row, ``(batch,)``; None for an explicit model.
@@ -78,15 +78,14 @@ class TokenClassifierOutput(Outcome):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A few iterations of some tokens, which may still be committed: what a model's ``evaluate``
-    returns.
+    """What a model's ``evaluate`` returns: some tokens after a few iterations, before a commit.
 
     Attributes:
         point: the states before the last iteration, ``(batch, length, d_model)``.
-        states: those after it, ``(batch, length, d_model)``, from which a later evaluation can go
-            on.
-        value: what the head is given, ``(batch, length, d_model)``; the states, unless layers
-            follow the core.
+        states: the states after it, ``(batch, length, d_model)``, from which a later evaluation can
+            continue.
+        value: the input of the head, ``(batch, length, d_model)``: the states, unless layers follow
+            the core.
         aux: what ``commit`` needs of this evaluation.
     """
 
@@ -98,13 +97,13 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class NewTokens:
-    """What a callback receives when tokens are committed: of each row one, or with a window none or
-    several.
+    """What a callback receives when tokens are committed: one token per row; with a window, any
+    number per row.
 
     Attributes:
         rows: the row of the batch that each token belongs to, in ascending order, ``(new,)``.
-        positions: how many tokens were generated before it in its row, ``(new,)``.
-        tokens: ``(new,)``.
+        positions: how many tokens were generated before each one in its row, ``(new,)``.
+        tokens: the new tokens, ``(new,)``.
     """
 
     rows: Int64[Tensor, " new"]
@@ -117,19 +116,19 @@ class Generation:
     """Generated tokens, and the numbers of their solves.
 
     Attributes:
-        tokens: ``(batch, new)``; after a row's end, the padding token.
-        lengths: tokens of each row, its stop token included, ``(batch,)``.
-        iterations: evaluations that the state of each token's input took, in a window since the
-            input was known, ``(batch, new)``; 0 after a row's end; None for an explicit model. The
-            first token's solve is the prompt's, of which the largest number counts.
-        converged: whether the solve that each token was chosen from converged, ``(batch, new)``;
+        tokens: ``(batch, new)``; the padding token after a row's end.
+        lengths: number of tokens of each row, including its stop token, ``(batch,)``.
+        iterations: iterations of the state that each token was chosen from, ``(batch, new)``; in a
+            window, since its input was final. The first token has the largest number of the
+            prompt. 0 after a row's end; None for an explicit model.
+        converged: whether the state that each token was chosen from converged, ``(batch, new)``;
             True after a row's end; None for an explicit model.
-        evaluations: how many evaluations of the map followed each other after the prompt's solve;
-            None for an explicit model. The rows of a batch share them.
-        updates: how many evaluations of one token each row took after the prompt's solve,
-            ``(batch,)``; None for an explicit model.
-        guessed: of how many tokens the input was guessed before the one before was committed,
-            ``(batch,)``; 0 without a window.
+        evaluations: sequential calls of the map after the prompt's solve, shared by all rows; None
+            for an explicit model.
+        updates: sum over the tokens of each row of the evaluations that they took part in, after
+            the prompt's solve, ``(batch,)``; None for an explicit model.
+        guessed: number of tokens whose input was guessed right before the previous token was
+            committed, ``(batch,)``; 0 without a window.
     """
 
     tokens: Int64[Tensor, "batch new"]

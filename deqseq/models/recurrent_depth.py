@@ -18,23 +18,22 @@ from deqseq.types import Counts, Mask, Sequence
 
 
 class RecurrentDepth(Model):
-    r"""An explicit prelude, a core that is iterated on its output, an explicit coda.
+    r"""A prelude that runs once, a core that is iterated on its output, a coda that runs once.
 
     .. math:: e = \mathrm{prelude}(x), \qquad z^* = \mathrm{core}(z^*, e), \qquad y =
     \mathrm{coda}(\mathrm{norm}(z^*))
 
-    The core decides how the model is solved, and its sweeps, gradients, stopping rules and
-    statistics are those of any :class:`ImplicitModel`. Each part keeps a cache of its own; at the
-    fixed point the core needs one entry per token, however many iterations it took. With
-    ``ExplicitModel(Looped(backbone, steps))`` as its core the model has a fixed depth: nothing is
-    solved, and there is a cache for each step.
+    The core decides how the model is solved: sweeps, gradients, stopping rules and statistics are
+    those of an :class:`ImplicitModel`. Each part has its own cache. The core needs one cache entry
+    per token, whatever the number of iterations. With ``ExplicitModel(Looped(backbone, steps))`` as
+    the core, the model has a fixed depth: nothing is solved, and each step has its own cache.
 
     Args:
         prelude: runs once on the embedded tokens.
         core: its input is the prelude's output. An :class:`ImplicitModel` is solved; an
             :class:`ExplicitModel`, usually of a :class:`Looped` backbone, is run.
         coda: runs once on the core's states.
-        norm: of the core's states before the coda, as in Huginn. Default: none.
+        norm: applied to the core's states before the coda, as in Huginn. Default: none.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -95,7 +94,7 @@ class RecurrentDepth(Model):
 
         All arguments are those of :meth:`ImplicitModel.forward`: ``x``, ``(batch, length,
         d_model)``, ``mask``, ``(batch, length)``, ``cache``, ``return_cache``, and ``options`` of
-        the core, of which an explicit one takes none.
+        the core. An explicit core takes no options.
 
         Raises:
             ConvergenceError, TypeError, ValueError: as there, or a cache of another model.

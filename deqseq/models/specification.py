@@ -91,19 +91,19 @@ Decoder = Callable[[DecoderLayers], Backbone[Any]]
 @checked
 @dataclass(frozen=True)
 class LanguageModelSpec:
-    """Everything that decides a :class:`deqseq.CausalLM` except its weights.
+    """Everything that defines a :class:`deqseq.CausalLM` except its weights.
 
     Args:
         vocab_size: number of tokens.
         backbone: sizes of the backbone, or of the core of a recurrent-depth model. Its own
-            ``injection`` is used by an implicit or looped model without an ``injection`` here.
-        solve: how the fixed point is found and differentiated; None: an explicit model, which runs
-            the layers once, or ``steps`` times.
+            ``injection`` is used in implicit and looped models if ``injection`` is not set here.
+        solve: how the fixed point is found and differentiated. None makes an explicit model, which
+            runs the layers once, or ``steps`` times.
         eval_solve: the same in eval mode. Default: ``solve``.
         tied: whether the head is the embedding.
         embedding_std: standard deviation of the initial embedding.
         embedding_dropout: probability that a number of an embedded token is zero in training.
-        embedding_scale: multiplies the embedded tokens.
+        embedding_scale: factor of the embedded tokens.
         logit_softcap: bound of the logits. Default: none.
         prelude: sizes of the layers that run once before the backbone, as in
             :class:`deqseq.RecurrentDepth`. Default: none.

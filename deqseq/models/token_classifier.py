@@ -32,18 +32,18 @@ class TokenClassifier(nn.Module):
 
     .. math:: x_t = E_{i_t} + \sum_k P^{(k)}_{p_{tk}}, \qquad y_t = W z^*_t + b
 
-    Unlike a :class:`CausalLM` it also takes models in both directions, such as those of
-    ``LlamaConfig(causal=False)``, whose tokens see all others; it cannot generate. The head reads
-    the first ``d_model`` channels of a state that is wider.
+    Unlike a :class:`CausalLM` it also takes bidirectional models, such as those of
+    ``LlamaConfig(causal=False)``, whose tokens attend to all others. It cannot generate. If the
+    state is wider than ``d_model``, the head reads its first ``d_model`` channels.
 
     Args:
         vocab_size: number of different tokens.
         n_classes: number of classes.
         model: an :class:`ImplicitModel`, :class:`ExplicitModel` or :class:`RecurrentDepth`.
-        positions: where the tokens of a row stand, int64, ``(length, kinds)``, from 0: line, column
-            and box of the cells of a Sudoku, say. Each number of each kind has a vector of its own,
-            which is added to the token's. All inputs then have this length, and a mask hides
-            tokens, whose places stay empty. Default: none.
+        positions: coordinates of the tokens of a row, int64, ``(length, kinds)``, from 0, such as
+            line, column and box of each cell of a Sudoku. Each coordinate of each kind has its own
+            vector, which is added to the token's. All inputs then have this length; a mask hides
+            tokens without moving the others. Default: none.
         embedding_std: standard deviation of the initial embeddings of tokens and positions.
 
     Raises:
@@ -107,8 +107,8 @@ class TokenClassifier(nn.Module):
 
         Args:
             input_ids: ``(batch, length)``.
-            targets: classes, ``(batch, length)``; -100 (a cell that is given, say) and padding are
-                left out of the loss.
+            targets: classes, ``(batch, length)``; -100 (such as at the givens of a puzzle) and
+                padding are left out of the loss.
             mask: bool, True at real tokens, ``(batch, length)``; padding may be anywhere in a row.
                 Default: no padding.
             callback: called at every check of the residual, as in :meth:`ImplicitModel.forward`.
@@ -147,7 +147,7 @@ class TokenClassifier(nn.Module):
 
     @property
     def core(self) -> ImplicitModel | None:
-        """The implicit part: the model itself, or that of a :class:`RecurrentDepth`; or None."""
+        """The implicit part: the model, or the core of a :class:`RecurrentDepth`; or None."""
         return solved_part(self.model)
 
     def compile(self, **options: Any) -> None:

@@ -37,7 +37,7 @@ class AdaptiveMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class Adaptive(Solver[AdaptiveMemory]):
-    r"""Relaxed iteration that finds the step of every token on the way, from .05 to 3.
+    r"""Relaxed iteration that adapts the step of every token, between 0.05 and 3.
 
     .. math:: z_t \leftarrow z_t + \tau_t\, r_t, \qquad r = f(z) - z, \qquad
               \tau_t \leftarrow \min\left(
@@ -48,16 +48,16 @@ class Adaptive(Solver[AdaptiveMemory]):
 
     for token :math:`t`, with its residual :math:`r^-` of the iteration before. :math:`\tau` times
     either fraction is a step of Barzilai and Borwein; :math:`\sigma`, the shorter one, would have
-    made the last residual shortest. Where the residual reverses, as in a limit cycle, the step
-    becomes shorter at once. Where it falls slowly in one direction, as in a model with a residual
-    path, it becomes longer than that of plain iteration. The first step is 1, and the step after a
+    made the last residual smallest. If the residual reverses, as in a limit cycle, the step becomes
+    shorter at once. If it falls slowly in one direction, as in a model with a residual path, the
+    step becomes longer than 1, that of plain iteration. The step is 1 at first, and after a
     residual that has grown along the last one.
 
     The limit :math:`\ell` of a row starts at 3. At every fifth iteration it grows by 15 % if the
-    row's residual is lower than it was five iterations before. If not, as in a map that rotates and
-    expands, it falls to :math:`\sigma`, where that is lower. It stays in [0.05, 3], and in
-    [0.05, 1] where the residual is lower only relative to the state. The residual of a row and its
-    :math:`\sigma` are geometric means over the tokens: in a causal model tokens settle from left to
+    row's residual is lower than five iterations before. If not, as in a map that rotates and
+    expands, it falls to :math:`\sigma`, if that is lower. It stays between 0.05 and 3, or between
+    0.05 and 1 if the residual is lower only relative to the state. The residual and :math:`\sigma`
+    of a row are geometric means over its tokens: in a causal model tokens converge from left to
     right, and the row makes progress while some of them do.
 
     A token is the last dimension of the state, as for :class:`deqseq.Stop`. The memory is one
@@ -66,7 +66,7 @@ class Adaptive(Solver[AdaptiveMemory]):
     References:
         Barzilai and Borwein, Two-Point Step Size Gradient Methods, IMA Journal of Numerical
         Analysis 1988. Movahedi et al., Fixed-Point RNNs: Interpolating from Diagonal to Dense,
-        2025, arXiv 2503.10799 (appendix D.3), lower the damping of a row where its largest residual
+        2025, arXiv 2503.10799 (appendix D.3), lower the damping of a row if its largest residual
         does not improve, and do not raise it again.
 
     Example:

@@ -36,20 +36,20 @@ class Anderson(Solver[AndersonMemory]):
               w = \underset{\sum w = 1}{\mathrm{arg\,min}} \left\lVert \sum_i w_i r_i \right\rVert^2
 
     The normal equations are solved in float64, one small system per row; on the CPU if the device
-    has no float64, as Apple's GPUs. Their ridge is relative to
-    the size of each residual, so that the iteration does not stall once they are small; an absolute
-    one stalls.
+    has no float64, as Apple's GPUs. Their ridge is relative to the size of each residual. With an
+    absolute ridge the iteration would stall once residuals are small.
 
     Args:
-        memory: evaluations that are combined. Each costs two states; on maps that contract slowly
-            more of them save evaluations (error after 20 on an affine map of radius 0.5: 3e-9 with
-            4, 3e-10 with 6).
-        mixing: :math:`\beta`: how far to trust the map's values over the points.
-        ridge: Tikhonov term, relative to the diagonal of the Gram matrix; None takes ten times the
-            state's machine epsilon.
+        memory: how many evaluations are combined, at least 2. Each costs two states. On maps that
+            contract slowly a larger memory saves evaluations (error after 20 of them on an affine
+            map of radius 0.5: 3e-9 with a memory of 4, 3e-10 with 6).
+        mixing: :math:`\beta`, float above 0 and at most 1: the weight of the map's values against
+            the points.
+        ridge: Tikhonov term, above 0, relative to the diagonal of the Gram matrix. Default: ten
+            times the state's machine epsilon.
 
     Raises:
-        ValueError: a memory below 2, a mixing outside (0, 1], a ridge that is not above 0.
+        ValueError: a number out of its range.
 
     References:
         Walker and Ni, Anderson Acceleration for Fixed-Point Iterations, SIAM J. Numer. Anal. 2011.

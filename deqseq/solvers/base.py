@@ -13,12 +13,11 @@ S = TypeVar("S")
 
 
 class Solver(ABC, Generic[S]):
-    """One step of a fixed-point algorithm. A solver object is its configuration: a frozen
-    dataclass.
+    """One step of a fixed-point algorithm. A solver is its configuration: a frozen dataclass.
 
-    The loop in :func:`deqseq.solve` evaluates the map, measures, freezes and stops; a solver only
-    proposes the next point. It never calls the map, so that evaluation counts are exact, and treats
-    every row on its own.
+    The loop in :func:`deqseq.solve` evaluates the map, measures residuals, freezes rows and stops;
+    a solver only proposes the next point. It never calls the map, so that evaluation counts are
+    exact, and it treats every row independently.
 
     Example:
         A solver of your own; :class:`deqseq.Anderson` is one with a memory.
@@ -38,23 +37,22 @@ class Solver(ABC, Generic[S]):
     combines: ClassVar[bool] = False
     """Whether a step combines several past points, as that of :class:`deqseq.Anderson` does.
 
-    Such a step can jump to a far point at which the relative residual is small. So a token passes
-    only if it passes in two checks in a row, and has not grown to more than 1e4 times its first
-    size. Such a solver also converges where the map expands much, and ``f(z)`` misses the tolerance
-    that ``z`` met; so models return ``z`` instead of ``f(z)``, as :func:`deqseq.solve` always does.
+    Such a step can jump to a distant point at which the relative residual is small. So a token
+    converges only if it passes two consecutive checks, and has not grown to more than 1e4 times its
+    first size. Such a solver can also converge where the map expands, so that ``z`` meets the
+    tolerance and ``f(z)`` does not. So models return ``z``, as :func:`deqseq.solve` always does.
     """
 
     owns_loop: ClassVar[bool] = False
-    """Whether :meth:`begin` solves to the end, so that one evaluation follows; such a solver has no
-    window.
+    """Whether :meth:`begin` runs the whole solve; then one evaluation follows, and there are no
+    windows.
     """
 
     per_token: ClassVar[bool] = False
-    """Whether tensors of the memory have tokens as their second dimension, ``(rows, tokens, ...)``,
-    or 1 there.
+    """Whether the memory's tensors are ``(rows, tokens, ...)`` or ``(rows, 1, ...)``.
 
-    Such a memory moves along with the tokens of a window, and a token whose input changes begins
-    anew alone. Otherwise its row does.
+    Such a memory moves along with the tokens of a window. If the input of a token changes, only
+    this token restarts; without ``per_token``, its whole row restarts.
     """
 
     @abstractmethod
@@ -62,20 +60,20 @@ class Solver(ABC, Generic[S]):
         """The memory of the algorithm before its first step.
 
         Args:
-            z0: where the solve starts, ``(batch, *event)``.
+            z0: the start of the solve, ``(batch, *event)``.
 
         Returns:
-            None, or a tuple, named tuple or dataclass of tensors with a row for each row of ``z0``;
-            the loop removes rows of it by :func:`deqseq.take`.
+            None, or a tuple, named tuple or dataclass of tensors with a row for each row of ``z0``.
+            The loop removes rows from it by :func:`deqseq.take`.
         """
 
     @abstractmethod
     def step(self, z: State, fz: State, state: S) -> tuple[State, S]:
-        """The next point, and the memory that goes with it.
+        """The next point, and the new memory.
 
         Args:
-            z: the point that was evaluated, ``(batch, *event)``; not always the one proposed last,
-                because the loop freezes rows that have ended.
+            z: the point that was evaluated, ``(batch, *event)``. It may differ from the last
+                proposal, because the loop freezes rows that have ended.
             fz: the map at ``z``, ``(batch, *event)``.
             state: the memory so far.
 
@@ -84,15 +82,15 @@ class Solver(ABC, Generic[S]):
         """
 
     def restart(self, state: S, z: State, rows: RowIndex) -> S:
-        """The memory ``state``, in which some ``rows``, ``(rows,)``, begin anew: those whose
-        window has moved.
+        """The memory ``state`` with some ``rows``, ``(rows,)``, restarted: those whose window has
+        moved.
 
         Write your own if the first step changes shapes or numbers in the memory; ``z`` is the next
         point to evaluate, ``(batch, *event)``.
 
         Raises:
             NotImplementedError: the memory has another shape than before the first step.
-            TypeError: it has numbers, of which no row can begin anew.
+            TypeError: it contains plain numbers, which all rows share.
         """
         if has_numbers(state):
             raise TypeError(
@@ -112,9 +110,9 @@ class Solver(ABC, Generic[S]):
     def begin(
         self, f: Callable[[State], tuple[State, Any]], z0: State, stop: Stop
     ) -> tuple[State, S]:
-        """Where the loop begins, and the memory there: ``z0`` itself, and :meth:`init` of it.
+        """The point where the loop begins, and the memory there: ``z0`` and ``init(z0)``.
 
-        ``f`` is the map and its ``aux``, for solvers that own their loop.
+        ``f`` returns the map's value and ``aux``; only solvers that own their loop use it.
         """
         return z0, self.init(z0)
 
@@ -122,8 +120,8 @@ class Solver(ABC, Generic[S]):
 class ExternalSolver(Solver[None]):
     """A solver of another library, which owns its loop.
 
-    It solves alone, a block of tokens after another. One evaluation of ours at its result then
-    gives value, residual, status and ``aux``. Its evaluations are counted.
+    It solves one block of tokens after another. Then the library evaluates the map once at its
+    result, for value, residual, status and ``aux``. All evaluations are counted.
 
     Example:
         >>> import torch, deqseq as dq
@@ -145,7 +143,7 @@ class ExternalSolver(Solver[None]):
 
         Args:
             f: the map, ``(batch, *event) -> (batch, *event)``.
-            z0: the start, ``(batch, *event)``; not to be changed.
+            z0: the start, ``(batch, *event)``; do not change it in place.
             stop: tolerances and budget.
 
         Returns:

@@ -36,17 +36,17 @@ class BroydenMemory(NamedTuple):
 @checked
 @dataclass(frozen=True)
 class Broyden(Solver[BroydenMemory | None]):
-    r"""Broyden's good method on :math:`g(z) = f(z) - z`, limited in memory, each row on its own.
+    r"""Broyden's good method on :math:`g(z) = f(z) - z`, with limited memory, for each row.
 
     .. math:: z \leftarrow z - H g(z), \qquad H = -I + \sum_i u_i v_i^\top, \qquad
               v = H^\top s, \quad u = \frac{s - H y}{v^\top y}
 
     with the last step :math:`s` and the change :math:`y` of :math:`g` along it. It finds fixed
-    points at which plain iteration diverges. When the memory is full the low-rank part is dropped
-    and the method starts anew.
+    points at which plain iteration diverges. When the memory is full, the low-rank part is dropped
+    and the method restarts.
 
     Args:
-        memory: pairs :math:`(u_i, v_i)` that are kept, at least 1; each costs two states.
+        memory: how many pairs :math:`(u_i, v_i)` are kept, at least 1; each costs two states.
 
     Raises:
         ValueError: a memory below 1.

@@ -16,7 +16,7 @@ class Naive(Solver[None]):
 
     .. math:: z \leftarrow f(z)
 
-    Converges where the map contracts; the cheapest step there is.
+    It converges if the map contracts. No other step is cheaper.
 
     Example:
         >>> import torch, deqseq as dq
@@ -38,14 +38,14 @@ class Relaxed(Solver[None]):
 
     .. math:: z \leftarrow (1 - \tau)\, z + \tau f(z)
 
-    Damping below one turns the limit cycles that plain iteration leaves on trained models into
-    fixed points, at little cost elsewhere.
+    On trained models plain iteration can end in limit cycles. A damping below 1 makes such solves
+    converge, and costs few iterations otherwise.
 
     Args:
-        damping: :math:`\tau`; 1 is plain iteration.
+        damping: :math:`\tau`, float between 0 and 2; 1 is plain iteration.
 
     Raises:
-        ValueError: a damping outside (0, 2).
+        ValueError: ``damping`` is not above 0 and below 2.
 
     References:
         Schöne et al., Implicit Language Models are RNNs: Balancing Parallelization and

@@ -26,7 +26,7 @@ class FiniteMonoid:
     \circ a = a = a \circ e
 
     Args:
-        name: short name, as :func:`parse_group` reads it where it can.
+        name: short name, one that :func:`parse_group` reads if possible.
         elements: distinct labels; the id of an element is its position here.
         table: ids of the products, `(order, order)`, int64.
         identity: id of the identity.
@@ -35,8 +35,8 @@ class FiniteMonoid:
         factors: the factors of a :func:`direct_product`; empty for other monoids.
 
     Raises:
-        ValueError: a label twice, a table of another shape or with ids out of range, or an
-            ``identity`` that is not one; or products that are not associative.
+        ValueError: a repeated label, a table of another shape or with ids out of range, an
+            ``identity`` that is not one, or products that are not associative.
         TypeError: a label that is not hashable.
 
     Example:

@@ -16,15 +16,15 @@ from deqseq.arguments import Between, Within, check_ids, checked
 from deqseq.tasks.task import Task, WordBatch
 
 Answer = tuple[str, int]
-"""A word, and the hops that it takes."""
+"""An answer in one word, and its number of hops."""
 
 
 class Answers(NamedTuple):
-    """What is asked in stories, both `(batch, length)`, int64.
+    """The answers to the questions in stories, as two tensors `(batch, length)`, int64.
 
     Attributes:
-        targets: ids of the answers where a question ends, -100 elsewhere.
-        hops: how many sentences each answer is reached through, -1 elsewhere.
+        targets: ids of the answers at the last word of each question, -100 elsewhere.
+        hops: how many sentences each answer depends on, -1 elsewhere.
     """
 
     targets: Int64[Tensor, "batch length"]
@@ -32,11 +32,11 @@ class Answers(NamedTuple):
 
 
 class Story(Task):
-    """A task told in words, with questions inside, whose answers do not stand in the text.
+    """A task in words: stories that contain questions, whose answers are not in the text.
 
     Your own story defines ``words``, ``ends``, ``chance``, ``tell`` and ``follow``. A word's id is
     its position in ``words``; the answer is scored at the last word of a question. Stories of a
-    batch have equally many words: shorter ones have sentences without any, at random places.
+    batch have equally many words: shorter ones are filled with empty sentences at random places.
 
     Example:
         >>> class Echo(Story):
@@ -55,7 +55,7 @@ class Story(Task):
     """
 
     ends: tuple[str, ...]
-    """Words that end a sentence; the first is a sentence without words."""
+    """Words that end a sentence; the first one also serves as an empty sentence."""
 
     @property
     @abstractmethod
@@ -64,17 +64,17 @@ class Story(Task):
 
     @abstractmethod
     def tell(self, length: int, drawn: random.Random) -> list[str]:
-        """A story of a ``length``, sentence by sentence, whose randomness comes from ``drawn``.
+        """The sentences of a story of one ``length``, whose randomness comes from ``drawn``.
 
         The last sentence is a question.
         """
 
     @abstractmethod
     def follow(self, sentences: Iterable[list[str]]) -> Iterator[Answer | None]:
-        """The answer to each of the ``sentences`` that asks something, None for the others.
+        """The answer to each of the ``sentences`` that is a question, None for the others.
 
         Raises:
-            ValueError: a sentence that is none of this story's.
+            ValueError: a sentence that this kind of story does not have.
         """
 
     @property
@@ -88,7 +88,7 @@ class Story(Task):
 
     @checked
     def encode(self, text: str) -> Int64[Tensor, " length"]:
-        """The ids of the words of a ``text``, which blanks separate; `(length,)`, int64.
+        """The ids of the words of ``text``, separated by spaces; `(length,)`, int64.
 
         Raises:
             ValueError: no words, or one that is not in ``words``.
@@ -105,7 +105,7 @@ class Story(Task):
         """The words of ``ids``, `(length,)`, int64, as text.
 
         Raises:
-            ValueError: another shape, or an id that is none of a word.
+            ValueError: another shape, or an id without a word.
         """
         if ids.ndim != 1:
             raise ValueError(f"ids must have shape (length,), got {tuple(ids.shape)}")
@@ -114,12 +114,12 @@ class Story(Task):
 
     @checked
     def answers(self, inputs: Int64[Tensor, "batch length"]) -> Answers:
-        """The right answers to stories, your own among them, by following each sentence.
+        """The right answers to any stories, including your own.
 
-        The ids ``inputs`` are `(batch, length)`, int64. Words behind the last sentence are ignored.
+        The ids ``inputs`` are `(batch, length)`, int64. Words after the last sentence are ignored.
 
         Raises:
-            ValueError: an id that is none of a word, or a sentence that cannot be followed.
+            ValueError: an id without a word, or a sentence that cannot be followed.
         """
         check_ids("inputs", inputs, self.vocab_size)
         targets, hops = torch.full_like(inputs, -100), torch.full_like(inputs, -1)
@@ -151,13 +151,13 @@ class Story(Task):
 class Balls(Story):
     """Balls in cups are swapped: where is each of them?
 
-    A length is the number of swaps. Ball 1 begins in cup 1, ball 2 in cup 2, and so on. A hop is a
-    swap that an answer depends on: the last one that moved the ball, before it the last one that
-    moved the ball in whose place it came, and so on back to the beginning.
+    The length is the number of swaps. Ball 1 begins in cup 1, ball 2 in cup 2, and so on. A hop is
+    a swap that an answer depends on: the last one that moved the ball, before it the last one that
+    moved the ball whose place it took, and so on back to the beginning.
 
     Args:
-        n: balls, 2 to 9.
-        questions: for each swap, above 0 up to 1, at random places and one at the end.
+        n: number of balls, 2 to 9.
+        questions: questions per swap, above 0 and at most 1, at random places and one at the end.
 
     Example:
         >>> task = Balls()
@@ -195,7 +195,7 @@ class Balls(Story):
         return [form.format(*drawn.sample(self.balls, 2)) for form in story]
 
     def follow(self, sentences: Iterable[list[str]]) -> Iterator[Answer | None]:
-        """Where the balls are that are asked for."""
+        """The cups of the balls that are asked for."""
         found = {ball: (ball, 0) for ball in self.balls}
         for sentence in sentences:
             match sentence:
@@ -223,12 +223,12 @@ WEIGHTS = (2, 1, 3, 8, 6)
 class Programs(Story):
     """Programs of three variables, whose values are numbers modulo 10.
 
-    An assignment has a variable or a number on its right, or a sum of two; one may be repeated, 2
-    to 4 times in what is drawn. A variable is read after it has a value. Short programs have fewer
-    forms, for lessons to begin with: of two assignments numbers and variables, of three also sums
-    with a number, of four sums of variables, of five or more all. A length is the number of
-    assignments; as many values are printed, one of them at the end. A hop is an assignment that a
-    value has passed through, on the longest way; a repeated one counts as often.
+    The right side of an assignment is a variable, a number, or a sum of two. An assignment may be
+    repeated, 2 to 4 times when drawn. Variables have a value before they are read. Short programs
+    have fewer forms, as first lessons: with two assignments numbers and variables, with three also
+    sums with a number, with four also sums of variables, with five or more all. The length is the
+    number of assignments; equally many values are printed, one of them at the end. Hops count the
+    assignments on the longest path to a value, each repetition separately.
 
     Example:
         >>> task = Programs()

@@ -52,11 +52,11 @@ class Task(ABC):
     @property
     @abstractmethod
     def chance(self) -> float:
-        """Expected accuracy of guesses that are uniform over the possible answers."""
+        """Expected accuracy of uniform guesses among the possible answers."""
 
     @abstractmethod
     def draw(self, batch: int, length: int, generator: torch.Generator) -> WordBatch:
-        """Draw ``batch`` sequences of a ``length`` and their answers, on the CPU.
+        """Draw ``batch`` sequences of one ``length``, and their answers, on the CPU.
 
         The ``generator``, on the CPU, is the source of all randomness. The result is checked.
         """
@@ -74,8 +74,7 @@ class Task(ABC):
 
         Args:
             batch: sequences per batch.
-            length: length of the strings, or several lengths, of which each batch draws one
-                uniformly.
+            length: length of the strings, or several lengths; each batch draws one uniformly.
             seed: 0 to 2**31 - 1. The data are independent of those of :meth:`fixed`, for any seed
                 there.
             device: device of the batches. Default: the CPU.

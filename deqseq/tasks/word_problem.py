@@ -28,9 +28,9 @@ class WordProblem(Task):
     elements as inputs.)
 
     Args:
-        monoid: where the tokens live.
+        monoid: the monoid that tokens are elements of.
         inputs: ids of the elements to draw from, without repeats. Default: all elements.
-        identity_probability: probability that a token is made easy, in [0, 1].
+        identity_probability: probability that a token is made easy, 0 to 1.
 
     Raises:
         ValueError: ``inputs`` is empty, repeats an id or contains an invalid one, the probability
@@ -89,9 +89,9 @@ class WordProblem(Task):
     def draw(self, batch: int, length: int, generator: torch.Generator) -> WordBatch:
         """Draw sequences and their prefix products.
 
-        From one state of the generator, problems that differ only in ``identity_probability`` draw
-        the same tokens before some become easy, and a token that is easy at p is easy at every
-        larger p.
+        With the same state of the generator, problems that differ only in ``identity_probability``
+        draw the same tokens before some become easy. A token that is easy at one probability is
+        easy at every larger one.
         """
         table, device = self.monoid.table, generator.device
         options = {"generator": generator, "device": device}
@@ -117,9 +117,8 @@ def prefix_products(
     .. math:: p_t = g_1 \circ g_2 \circ \dots \circ g_t
 
     Args:
-        monoid: where the product is taken.
-        tokens: ids of the elements, `(batch, length)`, int64; those of the products are on the same
-            device.
+        monoid: the monoid of the elements.
+        tokens: ids of the elements, `(batch, length)`, int64. The result is on the same device.
 
     Raises:
         TypeError, ValueError: another shape or dtype, or ids that are not in the monoid.

@@ -20,10 +20,9 @@ class Curriculum:
     transformers: :class:`deqseq.integrations.huggingface.curriculum_callback.CurriculumCallback`.
 
     Args:
-        phases: each with its own name, and with rising ends; the last end is None or, in
-            fractions, 1.
-        unit: what the ends are counted in: ``"fraction"`` of the run, optimizer ``"steps"``, or
-            ``"tokens"``.
+        phases: phases with distinct names and increasing ends; the last end is None, or 1 in
+            fractions.
+        unit: unit of the ends: ``"fraction"`` of the run, optimizer ``"steps"``, or ``"tokens"``.
 
     Raises:
         TypeError, ValueError: no phases, a name twice, ends that do not rise or do not fit the
@@ -72,14 +71,14 @@ class Curriculum:
             raise ValueError(f"Curriculum.phases must have names of their own, got {names}")
 
     def at(self, progress: float | int) -> Phase:
-        """The phase in force, with its budget drawn if it has a ``depth``.
+        """The current phase, with its budget drawn if it has a ``depth``.
 
-        A draw depends only on the progress: it is the same in all processes and whenever it is
-        repeated. The last phase stays in force after its end.
+        A draw depends only on the progress, so it is the same in all processes and in repeated
+        calls. The last phase continues after its end.
 
         Args:
-            progress: how much of the run is done, in this curriculum's unit: a fraction in [0, 1],
-                or a whole number of steps or tokens.
+            progress: how much of the run is done, in this curriculum's unit: a fraction from 0 to
+                1, or a whole number of steps or tokens.
 
         Raises:
             TypeError, ValueError: not an amount of the unit.
@@ -95,7 +94,7 @@ class Curriculum:
         """What a checkpoint needs for :meth:`resumed`, as JSON: progress, phase and curriculum.
 
         Args:
-            progress: how much of the run is done, as for :meth:`at`.
+            progress: how much of the run is done, as in :meth:`at`.
 
         Raises:
             TypeError: a solver or gradient with a field that is not a plain value, dataclass or

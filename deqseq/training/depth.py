@@ -11,24 +11,24 @@ from deqseq.arguments import NonNegativeInt, PositiveInt, Within, checked
 @checked
 @dataclass(frozen=True)
 class PoissonLogNormal:
-    r"""The log-normal Poisson distribution of iterations, with which recurrent-depth models train.
+    r"""The log-normal Poisson distribution of iterations that recurrent-depth models train with.
 
     .. math:: n = 1 + \mathrm{Poisson}(\lambda), \qquad \ln \lambda \sim \mathcal{N}(\ln m -
     \sigma^2 / 2,\ \sigma^2)
 
-    The mean is :math:`m + 1`, the variance :math:`m + m^2 (e^{\sigma^2} - 1)`. A draw depends on
-    only the seed and the progress of the run: it is the same in all processes, and a resumed run
-    needs no state to repeat it.
+    The mean is :math:`m + 1`, the variance :math:`m + m^2 (e^{\sigma^2} - 1)`. A draw depends
+    only on the seed and the progress of the run: it is the same in all processes, and a resumed run
+    can repeat it without saved state.
 
     Args:
         mean: :math:`m`, above 0 and at most a million; ``mean_recurrence`` of the published models.
-        sigma: of the logarithm of the rate, 0 to 2.
-        rise: how :math:`m` rises from 1 to ``mean`` over its phase, of which a share :math:`t` is
-            done: ``"linear"``, as :math:`t`, or ``"1-sqrt"``, as :math:`1 - \sqrt{1 - t}`. Default:
+        sigma: standard deviation of :math:`\ln \lambda`, 0 to 2.
+        rise: how :math:`m` rises from 1 to ``mean`` when a share :math:`t` of its phase is done:
+            ``"linear"``, as :math:`t`, or ``"1-sqrt"``, as :math:`1 - \sqrt{1 - t}`. Default:
             :math:`m` is constant.
-        largest: larger draws are replaced by it. Default: no limit.
-        seed: for the draws.
-        smallest: smaller draws are replaced by it.
+        largest: upper limit of the draws. Default: no limit.
+        seed: seed of the draws.
+        smallest: lower limit of the draws.
 
     Raises:
         ValueError: ``largest`` is below ``smallest``, or a number is out of its range.
@@ -65,12 +65,12 @@ class PoissonLogNormal:
         progress: Annotated[float | int, Within("[0, inf)")],
         done: Annotated[float | int, Within("[0, 1]")] = 1.0,
     ) -> int:
-        """The number of iterations of an update, at least 1.
+        """The number of iterations of a training step, at least 1.
 
         Args:
-            progress: of the run before the update, in any unit; other progress gives an independent
-                draw.
-            done: the share of the phase that is done, in [0, 1]; a rising mean depends on it.
+            progress: progress of the run before the step, in any unit; draws at different progress
+                are independent.
+            done: share of the phase that is done, 0 to 1; a rising mean depends on it.
         """
         chance = Random(f"{self.seed} {float(progress)}")  # Random hashes a text cryptographically
         risen = {None: 1, "linear": done, "1-sqrt": 1 - math.sqrt(1 - done)}[self.rise]

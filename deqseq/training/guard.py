@@ -11,7 +11,7 @@ from deqseq.arguments import NonNegativeInt, checked, shown
 
 
 class NonFiniteLoss(FloatingPointError):
-    """The loss, or another number that the next update depends on, is NaN or infinite.
+    """The loss, or another number that the next training step depends on, is NaN or infinite.
 
     Example:
         >>> issubclass(NonFiniteLoss, ArithmeticError)
@@ -35,7 +35,7 @@ def check_finite(
 
     Args:
         value: one number, as a tensor ``()`` or ``(1,)``.
-        step: optimizer steps that are done.
+        step: number of finished optimizer steps.
         phase: the curriculum's phase, for the message.
         quantity: what the value is.
 

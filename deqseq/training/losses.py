@@ -20,22 +20,22 @@ def jacobian_regularisation(
     samples: PositiveInt = 1,
     generator: torch.Generator | None = None,
 ) -> Float[Tensor, ""]:
-    r"""The size of the Jacobian at a fixed point, a term of the loss that keeps solves short.
+    r"""The size of the Jacobian at a fixed point; added to the loss, it keeps solves short.
 
     .. math:: \frac{1}{n} \lVert J \rVert_F^2 = \frac{1}{n}\, \mathbb{E}_{v \sim \mathcal{N}(0, I)}
               \lVert J^\top v \rVert^2, \qquad J = \frac{\partial f}{\partial z}(z^*),
 
     where :math:`n` is the number of elements of a row's state; the mean over the rows is returned.
     A few draws estimate it without bias (Hutchinson), and it bounds the squared spectral radius.
-    The gradient reaches whatever ``f`` closes over, by a second derivative of ``f``; the point
-    itself gets none, as in the paper. Fused kernels of Mamba2 have no second derivative: train with
+    Tensors that ``f`` closes over get a gradient, by a second derivative of ``f``; the point itself
+    gets none, as in the paper. Fused kernels of Mamba2 have no second derivative: train with
     ``Mamba2Config(backend="reference")``.
 
     Args:
         f: the map.
-        z_star: its fixed point, ``(batch, *event)``; its history is cut.
+        z_star: its fixed point, ``(batch, *event)``; it is detached.
         samples: draws of :math:`v`, at least 1; each costs one backward pass through ``f``.
-        generator: of the draws. Default: torch's global generator.
+        generator: generator of the draws. Default: torch's global generator.
 
     Raises:
         TypeError, ValueError: ``z_star`` is not a floating-point tensor, or it is empty or not

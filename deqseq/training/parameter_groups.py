@@ -18,19 +18,19 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     r"""The parameters of a model in two groups for an optimizer: with weight decay, and without.
 
-    Without are embeddings, and a head that is tied to one; the scales of norms; biases,
-    ``dt_bias``, ``D`` and ``A_log``; magnitudes of weight-normalised maps, :math:`g` in :math:`w =
-    g\, v / \lVert v \rVert`. All else is decayed, the directions :math:`v` too: steps lengthen
-    them, as a gradient is orthogonal to :math:`v`, and decay keeps the rate at which they turn from
-    drifting.
+    Not decayed are embeddings and a head tied to one; scales of norms; biases, ``dt_bias``, ``D``
+    and ``A_log``; and magnitudes of weight-normalised maps, :math:`g` in :math:`w = g\, v / \lVert
+    v \rVert`. All other parameters are decayed, including the directions :math:`v`. Their gradient
+    is orthogonal to :math:`v`, so every step makes them longer; decay keeps their length, and so
+    the rate at which they turn, from drifting.
 
     Args:
-        model: any module; of this library or a model of transformers.
-        weight_decay: of the first group, at least 0.
+        model: any module, of this library or of transformers.
+        weight_decay: weight decay of the first group, at least 0.
 
     Returns:
         The two groups, in this order, each in the order of ``model.named_parameters()``. Tied
-        parameters are there once, frozen ones not at all; a group may be empty.
+        parameters occur once, frozen ones not at all; a group may be empty.
 
     Raises:
         ValueError: a negative or not finite decay, or a model in which no parameter requires a

@@ -18,7 +18,7 @@ End = Annotated[float | int, Within("(0, inf)")] | None
 @checked
 @dataclass(frozen=True)
 class Phase:
-    """One way of solving and differentiating.
+    """A part of training with one way of solving and differentiating.
 
     :func:`bounded`, :func:`free` and :func:`unrolled` make the usual ones.
 
@@ -27,9 +27,8 @@ class Phase:
         until: where it ends, in the unit of its :class:`Curriculum`. None: it ends with the run.
         solve: how the fixed point is found and differentiated in training.
         eval_solve: the same in eval mode. Default: ``solve``.
-        depth: draws the budget ``solve.stop.max_steps`` of every update, which
-            :meth:`Curriculum.at` puts in its place; eval mode is left as it is. Default: the budget
-            is fixed.
+        depth: distribution of the budget ``solve.stop.max_steps``, which :meth:`Curriculum.at`
+            draws for every training step. Eval mode does not change. Default: the budget is fixed.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, an empty name, or an end that is not
@@ -67,10 +66,9 @@ class Phase:
 
     @checked
     def apply(self, model: nn.Module) -> None:
-        """Make every implicit model inside train this way from now on.
+        """Set how every implicit model inside ``model`` is solved and differentiated.
 
-        An :class:`ExplicitModel` has nothing to solve and stays as it is, so that a baseline runs
-        through the same loop.
+        An :class:`ExplicitModel` does not change, so that a baseline can use the same loop.
 
         Args:
             model: an :class:`ImplicitModel`, an :class:`ExplicitModel`, or a module that contains
@@ -78,8 +76,8 @@ class Phase:
 
         Raises:
             TypeError: the module contains neither.
-            ValueError: the phase has a ``depth`` that has not been drawn; or the model begins its
-                solves at its input, through which it may see its tokens, and the phase does not.
+            ValueError: the phase has a ``depth`` that has not been drawn; or the model starts its
+                solves at its input, and the phase does not, so the model may never see its tokens.
         """
         if self.depth is not None:
             raise ValueError(
@@ -124,13 +122,13 @@ def bounded(
 ) -> Phase:
     """The paper's first phase: a fixed number of iterations without gradient, then phantom steps.
 
-    Training does not check the residual, so a step costs the same for every batch. At evaluation
-    the budget is four times that, to a relative tolerance of 0.05.
+    Training does not check the residual, so a step costs the same for every batch. In eval mode the
+    budget is four times as large, with a relative tolerance of 0.05.
 
     Args:
         steps: iterations.
         phantom: steps of :class:`deqseq.Phantom`; for another gradient write a :class:`Phase`.
-        until: where the phase ends; the paper's 80 % of the tokens by default.
+        until: where the phase ends. Default: at 80 % of the tokens, as in the paper.
         name: for logs and checkpoints.
         base: everything else: solver, sweep, start, and how its ``stop`` measures.
         eval_base: the same in eval mode. Default: ``base``.
@@ -155,10 +153,11 @@ def free(
 ) -> Phase:
     """The paper's second phase: solve to a tolerance without gradient, then phantom steps.
 
-    At evaluation the budget is four times as large, to the same tolerance.
+    In eval mode the budget is four times as large, with the same tolerance.
 
     Args:
-        budget: iterations at most; the paper's 24 for Mamba2 by default, its Llamas have 32.
+        budget: largest number of iterations. Default: 24, as in the paper for Mamba2; its Llamas
+            have 32.
         phantom: steps of :class:`deqseq.Phantom`; for another gradient write a :class:`Phase`.
         rtol: relative tolerance.
         until: where the phase ends. None: it ends with the run.
@@ -189,15 +188,15 @@ def unrolled(
 ) -> Phase:
     """Differentiate a fixed or drawn number of iterations, all of them or the last ones.
 
-    As a first phase for state tracking it learns fast where a problem needs several iterations at
-    once; what it has learned is not a fixed point yet, so a :func:`free` phase has to follow. With
-    drawn iterations, and the last 8 of them differentiated, it is how recurrent-depth models are
-    trained. At evaluation the budget is four times as large (four times the mean), to a relative
-    tolerance of 0.05; gradients there, if any, are of all iterations.
+    As a first phase for state tracking it learns fast if a problem needs several iterations. The
+    result is not a fixed point yet, so a :func:`free` phase has to follow. Recurrent-depth models
+    are trained with a drawn number of iterations, and the last 8 differentiated. In eval mode the
+    budget is four times as large (four times the mean), with a relative tolerance of 0.05;
+    gradients in eval mode, if any, are of all iterations.
 
     Args:
-        steps: iterations, at least 1; or the distribution that they are drawn from for every
-            update.
+        steps: number of iterations, at least 1; or a distribution that is drawn from in every
+            training step.
         until: where the phase ends. None: it ends with the run.
         last: how many of the last iterations are differentiated. Default: all.
         name: for logs and checkpoints.

@@ -18,19 +18,19 @@ from deqseq.models import CausalLM, ExplicitModel, ImplicitModel
 def gather_once(model: nn.Module) -> None:
     """Gather the sharded blocks of implicit models once per solve; call this after ``fully_shard``.
 
-    ``fully_shard`` gathers weights at every use, which is at every iteration, so processes that
-    take unequal numbers of iterations would wait for each other forever. From now on every
+    ``fully_shard`` gathers weights in every iteration, so processes that take unequal numbers of
+    iterations would wait for each other forever. After this call, every
     :class:`deqseq.ImplicitModel` inside gathers the sharded parts of its backbone before its solve,
     and shards them again afterwards, until the backward pass. An :class:`deqseq.ExplicitModel` does
-    so where it is asked for a cache, which is computed after the layers have been left. The models
-    of :mod:`deqseq.integrations.huggingface` call it themselves.
+    so if it returns a cache, which is computed after the layers have run. The models of
+    :mod:`deqseq.integrations.huggingface` call it themselves.
 
     Shard each block, and then the whole model: backbones, injections and tied embeddings are used
     outside of their own forward pass, too, where ``fully_shard`` does not gather their weights.
 
     Args:
-        model: has such models inside, or is one; ``reshard_after_forward`` of their parts is
-            switched off.
+        model: a model that contains or is an implicit model; ``reshard_after_forward`` of its
+            sharded parts is switched off.
 
     Raises:
         ValueError: a backbone, an injection or a tied embedding is sharded by itself; or in a later
