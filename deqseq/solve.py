@@ -255,8 +255,8 @@ class AllTokens(Found):
             return False
         passed, sound = passed.all(axis=1), sound.all(axis=1)
         if self.stored is None:  # a row goes on if others have moved it, as a mean over them does
-            again = rows[(self.status[rows] == Status.CONVERGED) & ~passed]
-            self.running[again], self.status[again] = True, Status.MAX_STEPS_REACHED
+            moved = rows[(self.status[rows] == Status.CONVERGED) & ~passed]
+            self.running[moved], self.status[moved] = True, Status.MAX_STEPS_REACHED
         ended = self.running[rows] & (last | passed | ~sound)
         self.status[rows[ended & passed]] = Status.CONVERGED
         self.status[rows[ended & ~sound]] = Status.DIVERGED
