@@ -17,7 +17,7 @@ class Curriculum:
     """Phases in order, from cheap and bounded to free.
 
     In a plain loop: ``curriculum.at(progress).apply(model)`` before a step. With the Trainer of
-    transformers: :class:`deqseq.integrations.huggingface.curriculum_callback.CurriculumCallback`.
+    transformers: :class:`deqseq.integrations.huggingface.callbacks.CurriculumCallback`.
 
     Args:
         phases: each with its own name, and with rising ends; the last end is None or, in
