@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from deqseq.arguments import checked
@@ -56,9 +56,7 @@ class CurriculumCallback(TrainerCallback, ExportableState):
         """What the Trainer writes into ``trainer_state.json``."""
         return {"args": {"curriculum": self._json}, "attributes": {"saved": self.saved}}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
         """Enter the phase; ValueError for another curriculum than the checkpoint's, or tokens that
         nothing counts.
         """
@@ -75,15 +73,11 @@ class CurriculumCallback(TrainerCallback, ExportableState):
         self._phase = None
         self._enter(kwargs["model"], state)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
         """Enter the phase that is due."""
         self._enter(kwargs["model"], state)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         """Record the progress for a checkpoint after this step; a drawn budget ends
         with its step.
         """
@@ -131,25 +125,19 @@ class SolveLog(TrainerCallback):
         self._hooks: list[Any] = []
         self._sums: list[Tensor] = []
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
         """Count the solves of the model from now on."""
         self.on_train_end(args, state, control)  # a run before may have ended in an error
         parts = [part for part in kwargs["model"].modules() if isinstance(part, DeqseqModel)]
         self._hooks = [part.register_forward_hook(self._count) for part in parts]
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args, state, control, **kwargs) -> None:
         """Stop counting."""
         for hook in self._hooks:
             hook.remove()
         self._sums.clear()
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_log(self, args, state, control, **kwargs) -> None:
         """Add the numbers to the entry of a training loss."""
         logs = kwargs["logs"]
         if "loss" not in logs or not self._sums:
