@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 import torch
 from safetensors.torch import load_file
 
-from deqseq.arguments import check_choice, checked, suggestion
+from deqseq.arguments import Choice, checked, suggestion
 from deqseq.backbones import LlamaConfig, Mamba2Config
 from deqseq.config import SolveConfig
 from deqseq.gradients import Phantom
@@ -206,7 +206,7 @@ def load_example(name: str) -> Any:
         >>> output.logits.argmax(-1).add(1).view(6, 6)[0], output.converged
         (tensor([5, 2, 3, 6, 1, 4]), tensor([True]))
     """
-    check_choice("name", name, (*EXAMPLES, "sudoku"))
+    Choice((*EXAMPLES, "sudoku"))("name", name)
     with torch.random.fork_rng(devices=()):  # the weights that are drawn here are replaced
         lm = sudoku() if name == "sudoku" else EXAMPLES[name].build()
     lm.load_state_dict(load_file(WEIGHTS / f"{name}.safetensors"))

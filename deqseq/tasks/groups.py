@@ -6,13 +6,12 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from deqseq.arguments import AtLeast, check_integer, checked
+from deqseq.arguments import NonNegativeInt, PositiveInt, check_integer, checked
 
 Label = int | str | tuple
 MAX_ORDER = 1024  # S6 has 720 elements; the table of S7 alone would take 200 MB
@@ -52,7 +51,7 @@ class FiniteMonoid:
     name: str
     elements: tuple[Label, ...] = field(repr=False)
     table: Int64[Tensor, "order order"] = field(repr=False)
-    identity: Annotated[int, AtLeast(0)]
+    identity: NonNegativeInt
     factors: "tuple[FiniteMonoid, ...]" = field(default=(), init=False, repr=False)
 
     def __post_init__(self):
@@ -145,7 +144,7 @@ def direct_product(*factors: FiniteMonoid) -> FiniteMonoid:
 
 
 @checked
-def generators(monoid: FiniteMonoid, count: Annotated[int, AtLeast(1)]) -> tuple[int, ...]:
+def generators(monoid: FiniteMonoid, count: PositiveInt) -> tuple[int, ...]:
     """The canonical generating subset of a given size, as ids.
 
     S_n: (2, 1, 3, ...) and the n-cycle (2, ..., n, 1). A_n: the cycle of all points (n odd) or all

@@ -9,10 +9,17 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from deqseq.arguments import AtLeast, Between, Within, check_ids, check_integer, check_type, checked
+from deqseq.arguments import (
+    Between,
+    PositiveInt,
+    Within,
+    check_ids,
+    check_integer,
+    check_type,
+    checked,
+)
 from deqseq.tasks.groups import FiniteMonoid, reached
 
-Size = Annotated[int, AtLeast(1)]
 Seed = Annotated[int, Between(0, 2**31 - 1)]
 """torch's generator on the CPU takes 32 bits, of which one separates training and evaluation."""
 
@@ -66,7 +73,7 @@ class Task(ABC):
     @checked
     def batches(
         self,
-        batch: Size,
+        batch: PositiveInt,
         length: int | Iterable[int],
         *,
         seed: Seed,
@@ -103,8 +110,8 @@ class Task(ABC):
     @checked
     def fixed(
         self,
-        size: Size,
-        length: Size,
+        size: PositiveInt,
+        length: PositiveInt,
         *,
         seed: Seed,
         device: torch.device | str | None = None,
@@ -185,7 +192,7 @@ class WordProblem(Task):
         >>> task = WordProblem(parse_group("A5"), inputs=generators(parse_group("A5"), 2))
         >>> batch = task.fixed(2, 8, seed=0)
         >>> batch.inputs.shape, bool((batch.inputs[:, 0] == batch.targets[:, 0]).all())
-        (torch.Size([2, 8]), True)
+        (torch.PositiveInt([2, 8]), True)
     """
 
     monoid: FiniteMonoid

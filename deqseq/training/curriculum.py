@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from numbers import Integral, Real
 from typing import Any, Literal
 
-from deqseq.arguments import check_integer, check_number, check_type, checked
+from deqseq.arguments import Within, check_integer, check_type, checked
 from deqseq.training.phase import Phase
 
 
@@ -168,7 +168,7 @@ class Curriculum:
 
     def _check_amount(self, name: str, value: object) -> None:
         if self.unit == "fraction":
-            check_number(f"{name} as a fraction", value, "[0, 1]")
+            Within("[0, 1]")(f"{name} as a fraction", value)
         else:
             check_integer(f"{name} in {self.unit}", value, 0)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import Cache as TransformersCache
 
-from deqseq.arguments import Integer, check_integer, check_type, shown, suggestion
+from deqseq.arguments import Between, check_integer, check_type, shown, suggestion
 from deqseq.backbones.base import Cache
 from deqseq.config import SolveFields
 from deqseq.models.output import ModelOutput
@@ -169,7 +169,7 @@ class ImplicitCache(TransformersCache):
             ValueError: a recurrent backbone, more tokens than there are, or more of one row than of
                 another.
         """
-        Integer()("tokens_to_remove", tokens_to_remove)
+        Between()("tokens_to_remove", tokens_to_remove)
         removed = -tokens_to_remove
         if removed == 0 or self.value is None:
             return

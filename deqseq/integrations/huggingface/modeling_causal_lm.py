@@ -15,7 +15,7 @@ from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from deqseq.arguments import check_ids, check_integer, check_known, check_number, check_type
+from deqseq.arguments import Within, check_ids, check_integer, check_known, check_type
 from deqseq.backbones import Mamba2Config
 from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface.cache import (
@@ -153,7 +153,7 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, TheirGeneration):
             if isinstance(items, Tensor) and items.numel() == 1:
                 items = items.item()
             if scored and items is not None:
-                check_number("num_items_in_batch", items, "(0, inf)")
+                Within("(0, inf)")("num_items_in_batch", items)
             for name, ids in answers.items():
                 _check_labels(name, ids, tokens, vocab_size, may_be_empty=items is not None)
         inputs = (input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache)
