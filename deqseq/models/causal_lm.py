@@ -44,7 +44,26 @@ IGNORED = -100
 """The label or target of a token that is left out of the loss."""
 
 
-class CausalLM(nn.Module):
+class TokenModel(nn.Module):
+    """A model between an embedding and a head; how it is solved is set on the model itself."""
+
+    model: Model
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_setting(self, name)
+        super().__setattr__(name, value)
+
+    @property
+    def core(self) -> ImplicitModel | None:
+        """The implicit part: the model itself, or that of a :class:`RecurrentDepth`; or None."""
+        return solved_part(self.model)
+
+    def compile(self, **options: Any) -> None:
+        """Compile the blocks of the model with ``torch.compile``, which takes the ``options``."""
+        self.model.compile(**options)
+
+
+class CausalLM(TokenModel):
     """An embedding, a model, and a head without bias.
 
     Args:
@@ -101,7 +120,6 @@ class CausalLM(nn.Module):
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        refuse_setting(self, name)
         if name == "model" and isinstance(value, Model):
             if not value.causal:
                 raise ValueError(
@@ -265,15 +283,6 @@ class CausalLM(nn.Module):
                 solve=solve,
                 fields=fields,
             )
-
-    @property
-    def core(self) -> ImplicitModel | None:
-        """The implicit part: the model itself, or that of a :class:`RecurrentDepth`; or None."""
-        return solved_part(self.model)
-
-    def compile(self, **options: Any) -> None:
-        """Compile the blocks of the model with ``torch.compile``, which takes the ``options``."""
-        self.model.compile(**options)
 
     @checked
     def embed(self, input_ids: Tokens) -> Sequence:
