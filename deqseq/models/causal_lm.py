@@ -400,14 +400,15 @@ def real_answers(name: str, answers: Tokens, ids: Tokens, mask: Mask | None) -> 
     return answers.masked_fill(~mask, IGNORED)
 
 
-def check_scored(name: str, answers: Tokens, n_classes: int) -> None:
+def check_scored(name: str, answers: Tokens, n_classes: int, *, may_be_empty: bool = False) -> None:
     """Refuse labels or targets out of their range, or that leave nothing to score."""
     scored = answers[answers != IGNORED]
-    if scored.numel() == 0:
+    if scored.numel():
+        check_ids(f"{name} (but for {IGNORED}, which is ignored)", scored[None], n_classes)
+    elif not may_be_empty:
         raise ValueError(
             f"{name} leave nothing to score: all of them are {IGNORED}, or there is no next token"
         )
-    check_ids(f"{name} (but for {IGNORED}, which is ignored)", scored[None], n_classes)
 
 
 def cross_entropy(logits: Tensor, answers: Tokens) -> Float[Tensor, ""]:
