@@ -100,40 +100,31 @@ class Instance(Wanted):
         return f": write {names[near[0]]}(...)" if near else ""
 
 
-class Integer(Wanted):
-    """Any integer; Python's and NumPy's are taken, booleans are not."""
+@dataclass(frozen=True)
+class Between(Wanted):
+    """In ``Annotated[int, Between(0, 9)]``: an integer from ``low`` to ``high``; None: no bound.
 
+    Python's integers and NumPy's are taken, booleans are not.
+    """
+
+    low: int | None = None
+    high: int | None = None
     kind, excluded = Integral, (bool,)
 
     def __str__(self) -> str:
-        return "an integer"
-
-
-@dataclass(frozen=True)
-class AtLeast(Integer):
-    """In ``Annotated[int, AtLeast(1)]``: an integer from ``low`` on."""
-
-    low: int
-
-    def __str__(self) -> str:
-        return f"an integer >= {self.low}"
-
-    def in_range(self, value: Any) -> bool:
-        return value >= self.low
-
-
-@dataclass(frozen=True)
-class Between(Integer):
-    """In ``Annotated[int, Between(0, 9)]``: an integer from ``low`` to ``high``."""
-
-    low: int
-    high: int
-
-    def __str__(self) -> str:
+        if self.low is None:
+            return "an integer"
+        if self.high is None:
+            return f"an integer >= {self.low}"
         return f"an integer in {self.low}..{self.high}"
 
     def in_range(self, value: Any) -> bool:
-        return self.low <= value <= self.high
+        enough = self.low is None or value >= self.low
+        return enough and (self.high is None or value <= self.high)
+
+
+AtLeast = Between
+"""In ``Annotated[int, AtLeast(1)]``: an integer from ``low`` on."""
 
 
 @dataclass(frozen=True)
@@ -208,18 +199,7 @@ def check_type(name: str, value: object, wanted: Any, example: str = "") -> None
 
 def check_integer(name: str, value: object, low: int, high: int | None = None) -> None:
     """Refuse anything but an integer from ``low`` on, up to ``high`` if that is given."""
-    wanted = AtLeast(low) if high is None else Between(low, high)
-    wanted(name, value)
-
-
-def check_number(name: str, value: object, interval: str) -> None:
-    """Refuse anything but a number in an interval, written as in ``"[0, inf)"``."""
-    Within(interval)(name, value)
-
-
-def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
-    """Refuse anything but one of the ``choices`` with a ValueError."""
-    Choice(tuple(choices))(name, value)
+    Between(low, high)(name, value)
 
 
 def check_argument(function: Any, name: str, value: object) -> None:
@@ -436,7 +416,7 @@ def _wanted(annotation: Any) -> list[Wanted]:
     if origin is Callable:
         return [Function(len(parts[0]) if isinstance(parts[0], list) else None)]
     if annotation in (int, float):
-        return [Integer() if annotation is int else Within("(-inf, inf)")]
+        return [Between() if annotation is int else Within("(-inf, inf)")]
     kind = origin or annotation  # `Solver` of `Solver[Any]`
     try:
         if issubclass(kind, AbstractArray):

@@ -34,7 +34,7 @@ from run_folder import (
 from text_training import TextOptions, end_of_training, prepare, say, train
 
 import deqseq as dq
-from deqseq.arguments import check_choice
+from deqseq.arguments import Choice
 from deqseq.integrations.huggingface import from_causal_lm
 from deqseq.training import Curriculum, bounded, free
 
@@ -90,7 +90,7 @@ class Options(TextOptions):
                 f"{' '.join(self.models) or 'none'}"
             )
         for name in self.models:
-            check_choice("--models", name, (*SMALL, *PRESETS))
+            Choice((*SMALL, *PRESETS))("--models", name)
             with_free = curriculum_of(name, self).phases[-1].name == "free"
             if with_free and self.bounded_share * self.steps > self.steps - 1:
                 raise ValueError(

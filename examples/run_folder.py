@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import tyro
 from filelock import FileLock, Timeout
 
-from deqseq.arguments import check_integer, check_number
+from deqseq.arguments import Within, check_integer
 
 T = TypeVar("T")
 RECORD, LOCK = "options.json", ".lock"
@@ -29,7 +29,7 @@ def check_numbers(options: Any) -> None:
             if isinstance(number, int) and not isinstance(number, bool):
                 check_integer(flag(name), number, options.LEAST.get(name, 1), 10**9)
             if isinstance(number, float):
-                check_number(flag(name), number, options.INTERVALS.get(name, "(0, inf)"))
+                Within(options.INTERVALS.get(name, "(0, inf)"))(flag(name), number)
 
 
 def read_options(kind: type[T], arguments: Sequence[str], quick: Mapping[str, Any]) -> T:

@@ -19,7 +19,7 @@ from run_folder import check_numbers, flag, is_main, naming
 from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments, default_data_collator
 
-from deqseq.arguments import check_choice, suggestion
+from deqseq.arguments import Choice, suggestion
 from deqseq.integrations.huggingface import CurriculumCallback
 from deqseq.training import Curriculum, parameter_groups
 
@@ -69,7 +69,8 @@ class TextOptions:
             )
         if self.held_out is not None and not Path(self.held_out).exists():
             raise ValueError(f"--held-out must be a file or folder, there is no {self.held_out!r}")
-        check_choice("--device", self.device, ["cpu", *["cuda"] * torch.cuda.is_available()])
+        devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        Choice(devices)("--device", self.device)
         processes = int(os.environ.get("WORLD_SIZE", 1))
         if self.batch % (parts := processes * self.accumulate):
             raise ValueError(

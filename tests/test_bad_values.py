@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import deqseq as dq
 from deqseq import diagnostics, layers, ops, tasks, training
-from deqseq.arguments import AtLeast, Between, Within
+from deqseq.arguments import Between, Within
 from deqseq.integrations import foreign
 from deqseq.integrations.foreign import OuroGate
 from deqseq.integrations.torchdeq import TorchDEQ
@@ -68,8 +68,8 @@ def outside(note):
     if isinstance(note, Within):
         low, high = (float(end) for end in note.interval[1:-1].split(","))
         beyond = [low - 1, high + 1]
-    elif isinstance(note, AtLeast | Between):
-        beyond = [note.low - 1, getattr(note, "high", math.nan) + 1, 1.5]
+    elif isinstance(note, Between):
+        beyond = [note.low - 1, (math.nan if note.high is None else note.high) + 1, 1.5]
     else:
         return []
     finite = [number if math.isfinite(number) else math.nan for number in beyond]

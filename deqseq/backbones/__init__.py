@@ -2,16 +2,16 @@
 
 from deqseq.backbones.affine import Affine, AffineCache
 from deqseq.backbones.base import Backbone, Cache, Inputs, JointCache
-from deqseq.backbones.injected import (
+from deqseq.backbones.llama import Llama, LlamaCache, LlamaConfig
+from deqseq.backbones.mamba2 import Mamba2, Mamba2Cache, Mamba2Config
+from deqseq.backbones.wrappers import (
     AddInjection,
     ConcatInjection,
     DecayInjection,
     Injected,
     Injection,
+    Looped,
 )
-from deqseq.backbones.llama import Llama, LlamaCache, LlamaConfig
-from deqseq.backbones.looped import Looped
-from deqseq.backbones.mamba2 import Mamba2, Mamba2Cache, Mamba2Config
 
 __all__ = [
     "AddInjection",

@@ -230,6 +230,14 @@ class LlamaCache(Cache):
         return causal & F.pad(real, (0, tokens), value=True)[:, None, None]
 
 
+def opened(cache: LlamaCache | None, tokens: int) -> tuple[LlamaCache | None, tuple[Past, ...]]:
+    """A cache with room for more ``tokens``, and what the attention of each layer reads of it."""
+    if cache is None:
+        return None, ()
+    cache = cache.reserve(tokens)  # does nothing if the solve has reserved already
+    return cache, tuple(Past(layer, cache.length) for layer in cache.layers)
+
+
 def commit(
     cache: LlamaCache | None,
     new: tuple[KeyValues, ...],
@@ -332,10 +340,7 @@ class Llama(BlockStack[LlamaCache]):
         *,
         need_aux: bool = False,
     ) -> tuple[Sequence, tuple[KeyValues, ...] | None]:
-        past: tuple[Past, ...] = ()
-        if cache is not None:
-            cache = cache.reserve(z.shape[1])  # does nothing if the solve has reserved already
-            past = tuple(Past(layer, cache.length) for layer in cache.layers)
+        cache, past = opened(cache, z.shape[1])
         mask = self.layers[0].self_attn.attend.mask(z, cache) if self.causal else inputs.real
         z, key_values = self.run(z, inputs.injection, inputs.rotary, past, inputs.dropout, mask)
         return z, key_values if need_aux else None

@@ -1,8 +1,14 @@
 """Reports on a model: why solves fail, how far the map contracts, and whether all sweeps agree."""
 
-from deqseq.diagnostics.duality import DualityReport, SweepReport, check_duality
 from deqseq.diagnostics.explain import Explanation, explain
-from deqseq.diagnostics.extrapolation import Depth, ExtrapolationReport, extrapolation
+from deqseq.diagnostics.reports import (
+    Depth,
+    DualityReport,
+    ExtrapolationReport,
+    SweepReport,
+    check_duality,
+    extrapolation,
+)
 from deqseq.diagnostics.spectral import SpectralRadius, model_spectral_radius, spectral_radius
 
 __all__ = [

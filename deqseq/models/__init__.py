@@ -1,9 +1,7 @@
 """Models: a backbone, run once or solved for its fixed point, between an embedding and a head."""
 
-from deqseq.models.base import Model
+from deqseq.models.base import ExplicitModel, Model
 from deqseq.models.causal_lm import CausalLM
-from deqseq.models.examples import EXAMPLES, load_example
-from deqseq.models.explicit import ExplicitModel
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import (
     CausalLMOutput,
@@ -13,7 +11,7 @@ from deqseq.models.output import (
     NewTokens,
     TokenClassifierOutput,
 )
-from deqseq.models.presets import PRESETS, preset
+from deqseq.models.presets import EXAMPLES, PRESETS, load_example, preset
 from deqseq.models.recurrent_depth import RecurrentDepth
 from deqseq.models.specification import LanguageModelSpec
 from deqseq.models.token_classifier import TokenClassifier

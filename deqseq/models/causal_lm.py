@@ -44,7 +44,26 @@ IGNORED = -100
 """The label or target of a token that is left out of the loss."""
 
 
-class CausalLM(nn.Module):
+class TokenModel(nn.Module):
+    """A model between an embedding and a head; how it is solved is set on the model itself."""
+
+    model: Model
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_setting(self, name)
+        super().__setattr__(name, value)
+
+    @property
+    def core(self) -> ImplicitModel | None:
+        """The implicit part: the model itself, or that of a :class:`RecurrentDepth`; or None."""
+        return solved_part(self.model)
+
+    def compile(self, **options: Any) -> None:
+        """Compile the blocks of the model with ``torch.compile``, which takes the ``options``."""
+        self.model.compile(**options)
+
+
+class CausalLM(TokenModel):
     """An embedding, a model, and a head without bias.
 
     Args:
@@ -101,7 +120,6 @@ class CausalLM(nn.Module):
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        refuse_setting(self, name)
         if name == "model" and isinstance(value, Model):
             if not value.causal:
                 raise ValueError(
@@ -266,15 +284,6 @@ class CausalLM(nn.Module):
                 fields=fields,
             )
 
-    @property
-    def core(self) -> ImplicitModel | None:
-        """The implicit part: the model, or the core of a :class:`RecurrentDepth`; or None."""
-        return solved_part(self.model)
-
-    def compile(self, **options: Any) -> None:
-        """Compile the blocks of the model with ``torch.compile``, which takes the ``options``."""
-        self.model.compile(**options)
-
     @checked
     def embed(self, input_ids: Tokens) -> Sequence:
         """The input of the model: ``input_ids``, ``(batch, length)``, embedded and scaled.
@@ -391,14 +400,15 @@ def real_answers(name: str, answers: Tokens, ids: Tokens, mask: Mask | None) -> 
     return answers.masked_fill(~mask, IGNORED)
 
 
-def check_scored(name: str, answers: Tokens, n_classes: int) -> None:
+def check_scored(name: str, answers: Tokens, n_classes: int, *, may_be_empty: bool = False) -> None:
     """Refuse labels or targets out of their range, or that leave nothing to score."""
     scored = answers[answers != IGNORED]
-    if scored.numel() == 0:
+    if scored.numel():
+        check_ids(f"{name} (but for {IGNORED}, which is ignored)", scored[None], n_classes)
+    elif not may_be_empty:
         raise ValueError(
             f"{name} leave nothing to score: all of them are {IGNORED}, or there is no next token"
         )
-    check_ids(f"{name} (but for {IGNORED}, which is ignored)", scored[None], n_classes)
 
 
 def cross_entropy(logits: Tensor, answers: Tokens) -> Float[Tensor, ""]:

@@ -9,8 +9,7 @@ from torch import nn
 
 from deqseq.arguments import checked
 from deqseq.backbones.base import Cache, JointCache, check_narrow, parts_of, returned_by
-from deqseq.models.base import OTHER_EVALUATION, Model, Uncommitted
-from deqseq.models.explicit import ExplicitModel
+from deqseq.models.base import OTHER_EVALUATION, ExplicitModel, Model, Uncommitted
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.start import Start

@@ -28,8 +28,8 @@ from deqseq.backbones import (
     Mamba2Config,
 )
 from deqseq.config import SolveConfig
+from deqseq.models.base import ExplicitModel
 from deqseq.models.causal_lm import CausalLM
-from deqseq.models.explicit import ExplicitModel
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.recurrent_depth import RecurrentDepth
 from deqseq.start import Start

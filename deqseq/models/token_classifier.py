@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from deqseq.arguments import NonNegativeFloat, PositiveInt, checked
 from deqseq.config import SolveConfig, SolveFields
-from deqseq.models.base import Model, refuse_setting
+from deqseq.models.base import Model
 from deqseq.models.causal_lm import (
+    TokenModel,
     Tokens,
     check_integers,
     check_scored,
@@ -17,9 +18,7 @@ from deqseq.models.causal_lm import (
     real_answers,
     token_ids,
 )
-from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import TokenClassifierOutput
-from deqseq.models.recurrent_depth import solved_part
 from deqseq.step import Callback
 from deqseq.types import Mask, Sequence
 
@@ -27,7 +26,7 @@ Positions = Int64[Tensor, "length kinds"]
 """Coordinates of the tokens: a column per kind (line, column, box, say), a row per token."""
 
 
-class TokenClassifier(nn.Module):
+class TokenClassifier(TokenModel):
     r"""An embedding, a model, and a linear head that gives every token a class.
 
     .. math:: x_t = E_{i_t} + \sum_k P^{(k)}_{p_{tk}}, \qquad y_t = W z^*_t + b
@@ -87,10 +86,6 @@ class TokenClassifier(nn.Module):
         self.register_buffer("position_ids", positions)
         self.head = nn.Linear(model.d_model, n_classes)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        refuse_setting(self, name)
-        super().__setattr__(name, value)
-
     @checked
     def forward(
         self,
@@ -144,15 +139,6 @@ class TokenClassifier(nn.Module):
         return TokenClassifierOutput(
             logits, output.value, loss, output.stats, output.status, output.call
         )
-
-    @property
-    def core(self) -> ImplicitModel | None:
-        """The implicit part: the model, or the core of a :class:`RecurrentDepth`; or None."""
-        return solved_part(self.model)
-
-    def compile(self, **options: Any) -> None:
-        """Compile the blocks of the model with ``torch.compile``, which takes the ``options``."""
-        self.model.compile(**options)
 
     @checked
     def embed(self, input_ids: Tokens) -> Sequence:

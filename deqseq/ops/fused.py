@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from deqseq.arguments import check_choice
+from deqseq.arguments import Choice
 from deqseq.ops.reference import UNLIMITED, StepSizes
 
 Backend = Literal["auto", "reference", "mamba_ssm"]
@@ -58,7 +58,7 @@ def _decided(
     backend: Backend, device: str, dtype: torch.dtype
 ) -> Literal["reference", "mamba_ssm"]:
     """The decision; made, and its reason logged, once for each kind of tensor."""
-    check_choice("backend", backend, get_args(Backend))
+    Choice(get_args(Backend))("backend", backend)
     if backend == "reference":
         return "reference"
     reason = _why_not(backend, device, dtype)

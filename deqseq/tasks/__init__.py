@@ -1,10 +1,8 @@
 """Tasks with exact answers: data made from a seed, no files needed."""
 
-from deqseq.tasks.groups import parse_group
-from deqseq.tasks.monoid import FiniteMonoid, direct_product, generators
+from deqseq.tasks.groups import FiniteMonoid, direct_product, generators, parse_group
 from deqseq.tasks.stories import Answers, Balls, Programs, Story
-from deqseq.tasks.task import Task, WordBatch
-from deqseq.tasks.word_problem import WordProblem, prefix_products
+from deqseq.tasks.task import Task, WordBatch, WordProblem, prefix_products
 
 __all__ = [
     "Answers",

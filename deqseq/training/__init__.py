@@ -1,11 +1,13 @@
 """Parts of a training loop: phases, parameter groups, a penalty and a check of the loss."""
 
 from deqseq.training.curriculum import Curriculum
-from deqseq.training.depth import PoissonLogNormal
-from deqseq.training.guard import NonFiniteLoss, check_finite
-from deqseq.training.losses import jacobian_regularisation
-from deqseq.training.parameter_groups import parameter_groups
-from deqseq.training.phase import Phase, bounded, free, unrolled
+from deqseq.training.loop import (
+    NonFiniteLoss,
+    check_finite,
+    jacobian_regularisation,
+    parameter_groups,
+)
+from deqseq.training.phase import Phase, PoissonLogNormal, bounded, free, unrolled
 from deqseq.training.sharding import gather_once
 
 __all__ = [

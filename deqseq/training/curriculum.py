@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from numbers import Integral, Real
 from typing import Any, Literal
 
-from deqseq.arguments import check_integer, check_number, check_type, checked
+from deqseq.arguments import Within, check_integer, check_type, checked
 from deqseq.training.phase import Phase
 
 
@@ -17,7 +17,7 @@ class Curriculum:
     """Phases in order, from cheap and bounded to free.
 
     In a plain loop: ``curriculum.at(progress).apply(model)`` before a step. With the Trainer of
-    transformers: :class:`deqseq.integrations.huggingface.curriculum_callback.CurriculumCallback`.
+    transformers: :class:`deqseq.integrations.huggingface.callbacks.CurriculumCallback`.
 
     Args:
         phases: phases with distinct names and increasing ends; the last end is None, or 1 in
@@ -167,7 +167,7 @@ class Curriculum:
 
     def _check_amount(self, name: str, value: object) -> None:
         if self.unit == "fraction":
-            check_number(f"{name} as a fraction", value, "[0, 1]")
+            Within("[0, 1]")(f"{name} as a fraction", value)
         else:
             check_integer(f"{name} in {self.unit}", value, 0)
 

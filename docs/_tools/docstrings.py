@@ -71,9 +71,9 @@ def without_range(annotation: Any) -> tuple[Any, str]:
 
 def as_range(check: Any) -> str:
     """What follows the type."""
-    if isinstance(check, arguments.AtLeast):
-        return f">= {check.low}"
-    return f"in {getattr(check, 'interval', None) or f'[{check.low}, {check.high}]'}"
+    if isinstance(check, arguments.Within):
+        return f"in {check.interval}"
+    return f">= {check.low}" if check.high is None else f"in [{check.low}, {check.high}]"
 
 
 def display(found: re.Match[str]) -> str:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tqdm import trange
 
 import deqseq as dq
-from deqseq.models.examples import EXAMPLES, WEIGHTS, sudoku
+from deqseq.models.presets import EXAMPLES, WEIGHTS, sudoku
 from deqseq.tasks import WordProblem, parse_group
 from deqseq.training import Curriculum, check_finite, free, unrolled
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from packaging.version import InvalidVersion, Version
 
 from deqseq import Naive, Relaxed, Simultaneous, SolveConfig, Stop, __version__
-from deqseq.arguments import check_integer, check_known, check_number, check_type, shown
+from deqseq.arguments import Within, check_integer, check_known, check_type, shown
 from deqseq.as_json import FIELDS, PARTS, SECTIONS, from_json, to_json
 from deqseq.backbones import LlamaConfig
 from deqseq.models import LanguageModelSpec
@@ -342,7 +342,7 @@ def _check_decoder(decoder: Json) -> None:
         value = decoder.get(field, values[0])
         if not any(value is each or (value == each and isinstance(value, str)) for each in values):
             _refuse(f"decoder_config.{field}", " or ".join(map(str, values)), shown(value))
-    check_number("decoder_config.rms_norm_eps", decoder["rms_norm_eps"], "[0, inf)")
+    Within("[0, inf)")("decoder_config.rms_norm_eps", decoder["rms_norm_eps"])
     rope, where = decoder["rope_parameters"], "decoder_config.rope_parameters"
     check_type(where, rope, Mapping)
     if rope.get("rope_type") not in ROTATIONS:
@@ -351,7 +351,7 @@ def _check_decoder(decoder: Json) -> None:
     if rope["rope_type"] == "llama3":
         numbers += [*BOUNDS, "original_max_position_embeddings"]
     for number in numbers:
-        check_number(f"{where}.{number}", rope.get(number), "(0, inf)")
+        Within("(0, inf)")(f"{where}.{number}", rope.get(number))
 
 
 def _override(section: str, field: str, served: str, got: object, value: str) -> NoReturn:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from deqseq.arguments import (
+    AtLeast,
     Instance,
-    check_integer,
+    Within,
     check_known,
-    check_number,
     check_type,
 )
 from deqseq.models import CausalLM, LanguageModelSpec
@@ -55,9 +55,9 @@ def unused(*names: str) -> dict[str, None]:
 
 _CHECKS = {
     bool: Instance(bool),
-    int: partial(check_integer, low=1),
-    NoneType: partial(check_integer, low=1),
-    float: partial(check_number, interval="(-inf, inf)"),
+    int: AtLeast(1),
+    NoneType: AtLeast(1),
+    float: Within("(-inf, inf)"),
     tuple: Bounds(),
     dict: partial(check_type, wanted=Mapping),
 }

@@ -28,6 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer import DEFAULT_CALLBACKS
 
 from deqseq.integrations.huggingface.cache import ImplicitCache, Solve
+from deqseq.integrations.huggingface.callbacks import CurriculumCallback, SolveLog
 from deqseq.integrations.huggingface.configuration import DeqseqConfig
 from deqseq.integrations.huggingface.conversion import (
     from_causal_lm,
@@ -35,7 +36,6 @@ from deqseq.integrations.huggingface.conversion import (
     retrofit,
     to_causal_lm,
 )
-from deqseq.integrations.huggingface.curriculum_callback import CurriculumCallback
 from deqseq.integrations.huggingface.decoder import DecoderBackbone
 from deqseq.integrations.huggingface.modeling import (
     DeqseqForSequenceClassification,
@@ -46,7 +46,6 @@ from deqseq.integrations.huggingface.modeling_causal_lm import (
     DeqseqForCausalLM,
     ImplicitCausalLMOutput,
 )
-from deqseq.integrations.huggingface.solve_log import SolveLog
 from deqseq.integrations.huggingface.windowed_generation import WindowedOutput
 
 # otherwise transformers needs trust_remote_code=True and the module that a saved model names

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import Cache as TransformersCache
 
-from deqseq.arguments import Integer, check_integer, check_type, shown, suggestion
+from deqseq.arguments import Between, check_integer, check_type, shown, suggestion
 from deqseq.backbones.base import Cache
 from deqseq.config import SolveFields
 from deqseq.models.output import ModelOutput
@@ -130,24 +130,21 @@ class ImplicitCache(TransformersCache):
             TypeError, ValueError: indices of another kind, or beyond the rows.
         """
         check_type("indices", indices, (Tensor, list))
-        if self.value is not None:
-            device = self.value.tensors()[0].device
-            chosen = torch.as_tensor(indices, device=device)
-            rows = torch.arange(self._rows, device=device)
-            if chosen.dtype == torch.bool:
-                fits = chosen.shape == rows.shape
-            else:
-                whole = chosen.dtype in (torch.int64, torch.int32)
-                fits = whole and chosen.ndim == 1 and not chosen.is_meta
-                fits = fits and bool((chosen.clamp(-len(rows), len(rows) - 1) == chosen).all())
-            if not fits:
-                raise ValueError(
-                    f"indices must be int64 in 0..{len(rows) - 1}, or bool of shape "
-                    f"({len(rows)},), got {shown(chosen)}"
-                )
-            rows = rows[chosen]
-            self.value, self.mask = take((self.value, self.mask), rows)
-            self._rows = len(rows)
+        if self.value is None:
+            return
+        rows = torch.arange(self._rows, device="cpu")
+        try:
+            chosen = rows[torch.as_tensor(indices, device="cpu")]
+        except (IndexError, NotImplementedError):  # the second: numbers on the device meta
+            chosen = None
+        if chosen is None or chosen.ndim != 1:
+            raise ValueError(
+                f"indices must be int64 in 0..{len(rows) - 1}, or bool of shape ({len(rows)},), "
+                f"got {shown(indices)}"
+            )
+        self._rows = len(chosen)
+        chosen = chosen.to(self.value.tensors()[0].device)
+        self.value, self.mask = take((self.value, self.mask), chosen)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Continue with each row repeated so many times."""
@@ -169,7 +166,7 @@ class ImplicitCache(TransformersCache):
             ValueError: a recurrent backbone, more tokens than there are, or more of one row than of
                 another.
         """
-        Integer()("tokens_to_remove", tokens_to_remove)
+        Between()("tokens_to_remove", tokens_to_remove)
         removed = -tokens_to_remove
         if removed == 0 or self.value is None:
             return

@@ -2,13 +2,13 @@
 
 import copy
 from os import PathLike
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from deqseq.arguments import AtLeast, checked
+from deqseq.arguments import NonNegativeInt, PositiveInt, checked
 from deqseq.backbones import Injected, Injection
 from deqseq.config import SolveConfig
 from deqseq.gradients import Unrolled
@@ -142,10 +142,10 @@ def from_decoder(model: PreTrainedModel) -> CausalLM:
 def retrofit(
     model: PreTrainedModel | str | PathLike[str],
     *,
-    prelude: Annotated[int, AtLeast(1)],
-    core: Annotated[int, AtLeast(1)],
-    coda: Annotated[int, AtLeast(1)],
-    dropped: Annotated[int, AtLeast(0)] = 0,
+    prelude: PositiveInt,
+    core: PositiveInt,
+    coda: PositiveInt,
+    dropped: NonNegativeInt = 0,
     injection: Name | Injection = "concat",
     solve: SolveConfig = TRAIN,
     eval_solve: SolveConfig | None = EVAL,

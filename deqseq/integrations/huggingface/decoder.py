@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from deqseq.arguments import check_type, checked
 from deqseq.backbones import Backbone, Inputs, LlamaCache
 from deqseq.backbones.base import check_cache, check_sequence
-from deqseq.backbones.llama import commit
+from deqseq.backbones.llama import commit, opened
 from deqseq.layers import Attention
 from deqseq.layers.attention import KeyValues, Past
 from deqseq.models.base import Model
@@ -139,10 +139,7 @@ class DecoderBackbone(Backbone[LlamaCache]):
         *,
         need_aux: bool = False,
     ) -> tuple[Sequence, tuple[KeyValues, ...] | None]:
-        past: tuple[Past, ...] = ()
-        if cache is not None:
-            cache = cache.reserve(z.shape[1])  # does nothing if the solve has reserved already
-            past = tuple(Past(layer, cache.length) for layer in cache.layers)
+        cache, past = opened(cache, z.shape[1])
         masks = {
             kind: attention_mask(self.config, z, cache, window)
             for kind, window in self.windows.items()

@@ -15,7 +15,7 @@ from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from deqseq.arguments import check_ids, check_integer, check_known, check_number, check_type
+from deqseq.arguments import Within, check_ids, check_integer, check_known, check_type
 from deqseq.backbones import Mamba2Config
 from deqseq.config import SolveConfig
 from deqseq.integrations.huggingface.cache import (
@@ -37,7 +37,7 @@ from deqseq.integrations.huggingface.windowed_generation import (
     window_of,
 )
 from deqseq.layers import with_weights
-from deqseq.models.causal_lm import IGNORED, as_int64, capped, scaled
+from deqseq.models.causal_lm import as_int64, capped, check_scored, scaled
 from deqseq.models.eval_mode import eval_mode
 from deqseq.models.generation import generate, prompt_sweep
 from deqseq.solution import Outcome, SolveStats
@@ -153,7 +153,7 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, TheirGeneration):
             if isinstance(items, Tensor) and items.numel() == 1:
                 items = items.item()
             if scored and items is not None:
-                check_number("num_items_in_batch", items, "(0, inf)")
+                Within("(0, inf)")("num_items_in_batch", items)
             for name, ids in answers.items():
                 _check_labels(name, ids, tokens, vocab_size, may_be_empty=items is not None)
         inputs = (input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache)
@@ -407,10 +407,4 @@ def _check_labels(name: str, ids: Any, tokens: Any, vocab_size: int, *, may_be_e
     if ids.shape != shape:
         raise ValueError(f"{name} must have shape {shape}, got {tuple(ids.shape)}")
     scored = ids[:, 1:] if name == "labels" else ids
-    scored = scored[scored != IGNORED]
-    if scored.numel():
-        check_ids(name, scored[None], vocab_size)
-    elif not may_be_empty:
-        raise ValueError(
-            f"{name} leave nothing to score: all of them are {IGNORED}, or there is no next token"
-        )
+    check_scored(name, scored, vocab_size, may_be_empty=may_be_empty)

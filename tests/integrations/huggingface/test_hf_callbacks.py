@@ -10,7 +10,7 @@ from hf_runs import losses, small
 from transformers import AutoModelForCausalLM
 
 import deqseq as dq
-from deqseq.integrations.huggingface.curriculum_callback import CurriculumCallback
+from deqseq.integrations.huggingface.callbacks import CurriculumCallback
 from deqseq.training import Curriculum, Phase, PoissonLogNormal, bounded, free, unrolled
 
 STEPS = 12

@@ -1,14 +1,16 @@
-"""Which parameters are decayed: by name, and by what an optimizer does to them."""
+"""What a training loop calls: which parameters are decayed, the size of a Jacobian, a bad loss."""
 
 import re
 from dataclasses import replace
 
 import pytest
 import torch
+from small_models import affine, contractive_llama, contractive_mamba2, embedded, randn
 from torch import nn
 
 import deqseq as dq
-from deqseq.training import parameter_groups
+from deqseq.testing.problems import seeded
+from deqseq.training import NonFiniteLoss, check_finite, jacobian_regularisation, parameter_groups
 
 SIZES = {
     "mamba2": dq.Mamba2Config(8, 2, d_state=4, headdim=4),
@@ -80,3 +82,51 @@ def test_the_magnitude_of_torchs_older_weight_norm_is_not_decayed():
 def test_nothing_to_train_is_an_error():
     with pytest.raises(ValueError, match=r"Linear has no parameter that wants a gradient"):
         parameter_groups(nn.Linear(1, 1).requires_grad_(False))
+
+
+def test_the_size_of_a_jacobian_is_the_dense_formula_for_the_same_draws():
+    W = randn(6, 6, seed=1)
+    z = randn(3, 6, seed=2)
+    draws = seeded(3)
+    ours = jacobian_regularisation(lambda z: torch.tanh(z @ W.T), z, samples=5, generator=seeded(3))
+    jacobians = (1 - torch.tanh(z @ W.T) ** 2)[:, :, None] * W
+    v = torch.stack([torch.randn(3, 6, generator=draws) for _ in range(5)]).double()
+    products = torch.einsum("bij,sbi->sbj", jacobians, v)
+    assert ours.item() == pytest.approx(products.square().mean().item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("weight", [None, torch.ones(3, requires_grad=True)])
+def test_a_map_that_ignores_its_state(weight):
+    f = torch.ones_like if weight is None else lambda z: weight.expand_as(z)
+    assert jacobian_regularisation(f, torch.ones(2, 3)).item() == 0
+
+
+@pytest.mark.parametrize("make", [contractive_mamba2, contractive_llama, affine])
+def test_the_size_of_a_jacobian_reaches_the_parameters_of_a_backbone(make):
+    """By finite differences; several chunks of a scan included."""
+    backbone = make()
+    x = embedded()
+    z = randn(2, 7, 8, seed=5)
+
+    def penalty(*_):
+        inputs = backbone.prepare(x)
+        return jacobian_regularisation(lambda z: backbone(z, inputs)[0], z, generator=seeded(0))
+
+    parameters = [p for name, p in backbone.named_parameters() if "injection" not in name]
+    assert torch.autograd.gradcheck(penalty, parameters, fast_mode=True, rtol=1e-4)
+    assert penalty().item() > 1e-6
+    with torch.no_grad():
+        assert not penalty().requires_grad
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_loss_that_is_not_finite_is_an_error_that_says_where(value):
+    for loss in (torch.tensor(value, requires_grad=True), value):
+        with pytest.raises(NonFiniteLoss, match=r"the loss is .* after step 3 in phase 'free'"):
+            check_finite(loss, step=3, phase="free")
+    with pytest.raises(FloatingPointError, match=r"the gradient norm is .* after step 0: stopped"):
+        check_finite(value, step=0, quantity="gradient norm")
+
+
+def test_a_finite_number_is_returned():
+    assert check_finite(torch.tensor([2.5], requires_grad=True), step=0) == 2.5

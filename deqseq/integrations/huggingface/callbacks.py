@@ -1,16 +1,18 @@
-"""A curriculum for the Trainer of transformers."""
+"""Callbacks for the Trainer of transformers: a curriculum, and what is logged of the solves."""
 
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from deqseq.arguments import checked
 from deqseq.as_json import from_json, to_json
+from deqseq.integrations.huggingface.modeling import DeqseqModel, ImplicitModelOutput
 from deqseq.training import Curriculum, Phase
 
 log = logging.getLogger(__name__)
@@ -54,9 +56,7 @@ class CurriculumCallback(TrainerCallback, ExportableState):
         """What the Trainer writes into ``trainer_state.json``."""
         return {"args": {"curriculum": self._json}, "attributes": {"saved": self.saved}}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
         """Enter the phase; ValueError for another curriculum than the checkpoint's, or tokens that
         nothing counts.
         """
@@ -73,15 +73,11 @@ class CurriculumCallback(TrainerCallback, ExportableState):
         self._phase = None
         self._enter(kwargs["model"], state)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
         """Enter the phase that is due."""
         self._enter(kwargs["model"], state)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         """Record the progress for a checkpoint after this step; a drawn budget ends
         with its step.
         """
@@ -109,3 +105,55 @@ class CurriculumCallback(TrainerCallback, ExportableState):
             return state.global_step
         # the Trainer resumes a finished run with one more update
         return min(1.0, state.global_step / state.max_steps)
+
+
+class SolveLog(TrainerCallback):
+    """Adds how the solves of training went to what a Trainer logs with its loss.
+
+    ``iterations`` is their mean over the tokens that were solved, ``converged`` the share of rows,
+    both since the last log; of several processes, of the one that logs. Importing
+    :mod:`deqseq.integrations.huggingface` adds it to every Trainer; to the log of other models and
+    of explicit ones it adds nothing. ``trainer.remove_callback(SolveLog)`` removes it.
+
+    Example:
+        >>> from transformers.trainer import DEFAULT_CALLBACKS
+        >>> SolveLog in DEFAULT_CALLBACKS
+        True
+    """
+
+    def __init__(self) -> None:
+        self._hooks: list[Any] = []
+        self._sums: list[Tensor] = []
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        """Count the solves of the model from now on."""
+        self.on_train_end(args, state, control)  # a run before may have ended in an error
+        parts = [part for part in kwargs["model"].modules() if isinstance(part, DeqseqModel)]
+        self._hooks = [part.register_forward_hook(self._count) for part in parts]
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        """Stop counting."""
+        for hook in self._hooks:
+            hook.remove()
+        self._sums.clear()
+
+    def on_log(self, args, state, control, **kwargs) -> None:
+        """Add the numbers to the entry of a training loss."""
+        logs = kwargs["logs"]
+        if "loss" not in logs or not self._sums:
+            return
+        iterations, tokens, converged, rows = torch.stack(self._sums).sum(dim=0).tolist()
+        self._sums.clear()
+        numbers = {"iterations": iterations / max(tokens, 1), "converged": converged / rows}
+        logs.update(numbers)
+        state.log_history[-1].update(numbers)  # it has a copy
+
+    def _count(self, model: DeqseqModel, _: Any, output: Any) -> None:
+        if not model.training or not isinstance(output, ImplicitModelOutput):
+            return
+        if output.stats is None:
+            return
+        iterations, converged = output.stats.iterations, output.converged
+        rows = converged.new_tensor(len(converged), dtype=torch.int64)
+        solved = (iterations > 0).sum()
+        self._sums.append(torch.stack([iterations.sum(), solved, converged.sum(), rows]))
