@@ -134,7 +134,8 @@ class ImplicitCache(TransformersCache):
             return
         rows = torch.arange(self._rows, device="cpu")
         try:
-            chosen = rows[torch.as_tensor(indices, device="cpu")]
+            index = torch.as_tensor(indices, device="cpu")
+            chosen = None if index.dtype == torch.uint8 else rows[index]  # torch's old masks
         except (IndexError, NotImplementedError):  # the second: numbers on the device meta
             chosen = None
         if chosen is None or chosen.ndim != 1:
