@@ -22,7 +22,13 @@ OBJECTS = {
         dq.Gradient,
         [dq.Unrolled(True), dq.OneStep(), dq.Phantom(2, 0.5, True), IMPLICIT],
     ),
-    "stop": (dq.Stop, [dq.Stop(1e-4, 1e-6, 7, 2, 50.0, "row"), dq.Stop(divergence=float("inf"))]),
+    "stop": (
+        dq.Stop,
+        [
+            dq.Stop(1e-4, atol=1e-6, max_steps=7, check_every=2, divergence=50.0, norm="row"),
+            dq.Stop(divergence=float("inf")),
+        ],
+    ),
     "sweep": (dq.Sweep, [dq.Simultaneous(), dq.Chunked(3), dq.Sliding(5), dq.Sequential()]),
     "start": (dq.RandomStart, [dq.RandomStart(0.5, 3)]),
     "solve": (

@@ -191,7 +191,7 @@ class WordProblem(Task):
         >>> task = WordProblem(parse_group("A5"), inputs=generators(parse_group("A5"), 2))
         >>> batch = task.fixed(2, 8, seed=0)
         >>> batch.inputs.shape, bool((batch.inputs[:, 0] == batch.targets[:, 0]).all())
-        (torch.PositiveInt([2, 8]), True)
+        (torch.Size([2, 8]), True)
     """
 
     monoid: FiniteMonoid
