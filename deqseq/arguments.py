@@ -7,6 +7,7 @@ names the argument, what is expected and what was given.
 import difflib
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -91,13 +92,26 @@ class Instance(Wanted):
             return how if tensors else ""
         if type(value).__module__.startswith("transformers.models"):
             return ": deqseq.integrations.huggingface.retrofit(model, ...) makes one of it"
-        name = value.__name__ if isinstance(value, type) else value
-        if not isinstance(name, str) or not self.kind.__module__.startswith("deqseq"):
+        if not self.kind.__module__.startswith("deqseq"):
             return ""
-        classes = [self.kind, *self.kind.__subclasses__()]
-        names = {each.__name__.lower(): each.__name__ for each in classes}
+        if self.kind.__name__ == "Stop" and isinstance(value, float):
+            return f": write Stop({value!r})"
+        name = value.__name__ if isinstance(value, type) else value
+        if not isinstance(name, str):
+            return ""
+        ours, found = vars(sys.modules["deqseq"]), (each.__name__ for each in _classes(self.kind))
+        names = {each.lower(): each for each in found if each in ours}
         near = difflib.get_close_matches(name.lower().replace("_", ""), names, n=1)
-        return f": write {names[near[0]]}(...)" if near else ""
+        if near:
+            return f": write {names[near[0]]}(...)"
+        names.pop(self.kind.__name__.lower(), None)
+        return f" (there are {', '.join(names.values())})" if names else ""
+
+
+def _classes(kind: type) -> list[type]:
+    """A class, unless it is abstract, and all that inherit from it."""
+    heirs = chain.from_iterable(map(_classes, kind.__subclasses__()))
+    return [*heirs] if inspect.isabstract(kind) else [kind, *heirs]
 
 
 @dataclass(frozen=True)
@@ -121,10 +135,6 @@ class Between(Wanted):
     def in_range(self, value: Any) -> bool:
         enough = self.low is None or value >= self.low
         return enough and (self.high is None or value <= self.high)
-
-
-AtLeast = Between
-"""In ``Annotated[int, AtLeast(1)]``: an integer from ``low`` on."""
 
 
 @dataclass(frozen=True)
@@ -184,8 +194,8 @@ class Function(Wanted):
         return True
 
 
-PositiveInt = Annotated[int, AtLeast(1)]
-NonNegativeInt = Annotated[int, AtLeast(0)]
+PositiveInt = Annotated[int, Between(1)]
+NonNegativeInt = Annotated[int, Between(0)]
 PositiveFloat = Annotated[float, Within("(0, inf)")]
 NonNegativeFloat = Annotated[float, Within("[0, inf)")]
 Probability = Annotated[float, Within("[0, 1)")]
@@ -289,7 +299,7 @@ ELSEWHERE = {
 def checked(target: T) -> T:
     """Check the arguments of a function or a dataclass's constructor against their annotations.
 
-    It reads checks in ``Annotated`` (:class:`AtLeast`, :class:`Between`, :class:`Within`),
+    It reads checks in ``Annotated`` (:class:`Between`, :class:`Within`),
     ``bool``, ``Literal``, functions, classes, and unions of them; of a tensor or a container only
     the class. Defaults are not checked, and neither is anything inside ``torch.compile``. A
     dataclass that inherits from a checked one is decorated too.
@@ -306,7 +316,7 @@ def checked(target: T) -> T:
     Example:
         >>> from typing import Annotated
         >>> @checked
-        ... def repeat(text: str, times: Annotated[int, AtLeast(1)] = 2) -> str:
+        ... def repeat(text: str, times: Annotated[int, Between(1)] = 2) -> str:
         ...     return text * times
         >>> repeat("ab", times=0)
         Traceback (most recent call last):
@@ -325,6 +335,8 @@ def _checking(function: Any) -> Any:
     def with_checks(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             places, further, wanted = _arguments(function)
+            if len(args) > len(places) and not further:
+                raise _too_many(function, args, places, wanted)
             by_place = zip(chain(places, repeat(further)), args, strict=False)
             for name, value in chain(by_place, kwargs.items()):
                 alternatives = wanted.get(name, wanted.get(KEYWORDS))
@@ -335,6 +347,16 @@ def _checking(function: Any) -> Any:
         return function(*args, **kwargs)
 
     return with_checks
+
+
+def _too_many(function: Any, args: Any, places: list[str], known: Collection[str]) -> TypeError:
+    """The error for arguments by place where none is taken."""
+    own = len({"self", "cls"} & {*places})
+    named = ", ".join(name for name in known if name not in (*places, "", KEYWORDS))
+    wanted = f"{len(places) - own} argument(s) by place ({', '.join(places[own:])})"
+    others = f": give the others by name ({named})" if named else ""
+    called = function.__qualname__.removesuffix(".__init__")
+    return TypeError(f"{called} takes {wanted}, got {len(args) - own}{others}")
 
 
 def _owner(function: Any) -> str:

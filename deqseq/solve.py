@@ -155,8 +155,9 @@ def solve(
     r"""Iterate towards a fixed point :math:`z^* = f(z^*)`, in the caller's gradient mode.
 
     Each iteration evaluates the map once, checks the residual, ends the rows that have converged or
-    diverged, and asks the solver for the next point. Rows that have ended are frozen. With
-    ``args``, they are removed from the batch once a quarter of it has ended.
+    diverged, and asks the solver for the next point. Rows that have ended are frozen, converged
+    ones as long as they pass. With ``args``, they are removed from the batch once a quarter of it
+    has ended.
 
     Args:
         f: the map, ``(batch, *event) -> (batch, *event)``; with ``args`` it is called as ``f(z,

@@ -52,7 +52,7 @@ if __name__ == "__main__":
         output.loss.backward()
         optimizer.step()
         if step % 100 == 0:
-            print(f"update {step}, loss {output.loss:.4f}, {output}")
+            print(f"step {step}, loss {output.loss:.4f}, {output}")
     bits, stop = torch.randint(2, (8, 256)), dq.Stop(rtol=0.01, max_steps=1000)
     for sweep in (dq.Simultaneous(), dq.Sequential()):
         output = lm.eval()(bits, sweep=sweep, stop=stop)

@@ -115,7 +115,7 @@ class Run:
             for name, part in self.parts.items():
                 part.load_state_dict(found[name])
             self.step, self.seconds = found["step"], found["seconds"]
-            print(f"going on from update {self.step}")
+            print(f"going on from step {self.step}")
 
     def train(self, puzzles: Puzzles) -> None:
         """Train until the time is over."""
@@ -132,7 +132,7 @@ class Run:
             if time.monotonic() - shown > 5:
                 shown = time.monotonic()
                 minutes = f"{self.seconds / 60:.1f} of {self.options.minutes:g} CPU minutes"
-                print(f"{minutes}, update {self.step}, loss {loss:.4f}", flush=True)
+                print(f"{minutes}, step {self.step}, loss {loss:.4f}", flush=True)
             if self.seconds - self.saved > SAVED_EVERY:
                 self.save()
         self.save()

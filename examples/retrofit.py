@@ -46,6 +46,7 @@ BUDGETS = (1, 2, 4, 8, 16, 32, 64)
 TEXT_LENGTH = 128  # tokens of a row of the text
 RTOL, SHOWN = 0.01, (1, 4, 16)  # of the solve; iterations that the figure shows
 WARMUP = 50  # updates
+ONCE = 0.5  # of the updates on the text, where the layers run once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ class Options(RunOptions):
     largest: int = 16  # and at most
     last: int = 8  # iterations that are differentiated
     hops: int = 5  # answers through more of them are not scored in training
-    text: float = 0.125  # share of the updates that learn the text
+    text: float = 0.2  # share of the updates that learn the text
     tokens: int = 1024  # of an update
     pretraining: int = 6000  # updates of the model that is pretrained here
     steps: int = 4200  # updates of the looped model
@@ -104,7 +105,7 @@ class Mixture(TrainingBatches):
     def __init__(self, options: Options, language: Language, name: str, steps: int) -> None:
         super().__init__(steps)
         self.options, self.language = options, language
-        self.pretraining = name == "pretrained"
+        self.pretraining, self.looped = name == "pretrained", name == "looped"
         self.text = rows_of_text(language, TEXT_LENGTH, held_out=False)
 
     @property
@@ -119,6 +120,7 @@ class Mixture(TrainingBatches):
     def __next__(self) -> Stories:
         # the unlooped model sees the looped one's batches, and then more
         drawn = random.Random(f"{self.options.seed} {self.pretraining} {self.step}")
+        self.solve = {}
         share = 0.25 if self.pretraining else self.options.text
         early, self.step = self.progress < 0.35, self.step + 1
         if drawn.random() < share:
@@ -126,6 +128,9 @@ class Mixture(TrainingBatches):
                 range(len(self.text.inputs)), max(1, self.options.tokens // TEXT_LENGTH)
             )
             batch = Stories(*(part[rows] for part in self.text))
+            once = self.looped and drawn.random() < ONCE
+            if once:
+                self.solve = {"stop": dq.Stop.exactly(1), "gradient": dq.Unrolled()}
         else:
             kinds = (
                 (FIRST if early else PRETRAINING)

@@ -2,8 +2,11 @@
 
 A sentence swaps the balls in two cups, or nothing, and asks where one ball is. What the answer
 depends on is counted in *hops*: the swaps that the ball, and before it the balls in whose place it
-came, went through. A model that is pretrained here reads 4 bytes a sentence, ``+135`` or
-``-..5``, and answers with a cup, ``A`` to ``E``; others read ``swap 1 and 3 . where is 5 ?``.
+came, went through. A model that is pretrained here reads 5 bytes a sentence, ``13315`` or
+``....5``, and answers with a cup, ``A`` to ``E``; others read ``swap 1 for 3 and 3 for 1 . where
+is 5 ?``. A swap is told from both sides, so that each ball has a token of its own at which its new
+cup can be computed, from that of the ball before it: told once, ``+135``, both cups have to be
+found at one token, and loops hardly learn it.
 """
 
 import random
@@ -49,8 +52,9 @@ class Language:
     def sentence(self, swap: Sequence[str], ball: str) -> str:
         """A swap of two balls, or of none, and a question."""
         if self.words:
-            return (f"swap {' and '.join(swap)} . " if swap else ". ") + f"where is {ball} ? "
-        return f"{'+' if swap else '-'}{''.join(swap) or '..'}{ball}"
+            both = f"swap {' for '.join(swap)} and {' for '.join(reversed(swap))} . "
+            return f"{both if swap else '. '}where is {ball} ? "
+        return f"{''.join([*swap, *reversed(swap)]) or '....'}{ball}"
 
     def answer(self, cup: str) -> int:
         """The token that is right where a ball is in a ``cup``."""

@@ -182,7 +182,7 @@ def train(
     )
     newest = newest_checkpoint(folder, settings.max_steps)
     first = 0 if newest is None else int(newest.name.rpartition("-")[2])
-    say(f"{name}: training from update {first} to {settings.max_steps}, checkpoints in {folder}/")
+    say(f"{name}: training from step {first} to {settings.max_steps}, checkpoints in {folder}/")
     trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
     trainer.save_state()
     trainer.save_model(str(folder / "unfinished"))

@@ -68,6 +68,7 @@ class TrainingBatches(ABC):
     def __init__(self, steps: int) -> None:
         self.steps, self.step, self.cpu_seconds = steps, 0, 0.0
         self.tokens, self.evaluations = 0, 0  # of all steps: of a row, and of the blocks
+        self.solve: dict[str, Any] = {}  # how the model is called on the last batch, as its stop
 
     @property
     def progress(self) -> float:
@@ -131,7 +132,7 @@ def train(
         batch = next(batches)
         # dropout depends on seed and step only
         torch.manual_seed(options.seed * 2**20 + batches.step - 1)
-        output = model(batch.inputs, targets=batch.targets)
+        output = model(batch.inputs, targets=batch.targets, **batches.solve)
         numbers = {"loss": check_finite(output.loss, step=batches.step, phase=phase.name)}
         numbers |= batches.record(output, batch)
         optimizer.zero_grad()

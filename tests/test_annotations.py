@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import deqseq as dq
-from deqseq.arguments import AtLeast, Between, Within, checked
+from deqseq.arguments import Between, Within, checked
 from deqseq.types import Sequence
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 
 @checked
 def call(
-    count: Annotated[int, AtLeast(1)] = 1,
+    count: Annotated[int, Between(1)] = 1,
     few: Annotated[int, Between(0, 9)] | None = None,
     share: Annotated[float, Within("[0, 1)")] = 0.0,
     open_end: Annotated[float, Within("(0, inf]")] = 1.0,
@@ -37,9 +37,9 @@ def call(
     later: "Later | None" = None,
     anything: Any = None,
     number: int | float = 0,
-    mixed: Annotated[int, AtLeast(1)] | tuple[int, ...] = 1,
+    mixed: Annotated[int, Between(1)] | tuple[int, ...] = 1,
     one_or_two: Literal[1, 2] = 1,
-    *rest: Annotated[int, AtLeast(0)],
+    *rest: Annotated[int, Between(0)],
     keyword: bool = True,
 ) -> str:
     return "called"
@@ -71,7 +71,8 @@ class Later:
         ),
         ("solver", "anderson", "a Solver, got 'anderson': write Anderson(...)"),
         ("solver", dq.Broyden, "a Solver, got <class 'deqseq.solvers.broyden.Broyden'>: write Br"),
-        ("stop", 1e-3, "a Stop or None, got 0.001"),
+        ("solver", "picard", "a Solver, got 'picard' (there are Adaptive, Anderson, Broyden, "),
+        ("stop", 1e-3, "a Stop or None, got 0.001: write Stop(0.001)"),
         ("model", 3, "a Module or a string, got 3"),
         ("x", [1.0], "a Tensor or None, got [1.0]"),
         ("function", "relu", "a function or None, got 'relu'"),
@@ -93,6 +94,15 @@ def test_a_bad_value_is_named_with_what_is_wanted(name, value, message):
     with pytest.raises((TypeError, ValueError)) as error:
         call(**{name: value})
     assert str(error.value).startswith(f"{name} must be {message}")
+
+
+def test_too_many_arguments_by_place_are_named():
+    with pytest.raises(TypeError, match=r"^Stop takes 1 argument\(s\) by place \(rtol\), got 2: g"):
+        dq.Stop(1e-3, 64)
+    with pytest.raises(
+        TypeError, match=r"by place \(f, z0\), got 3: give the others by name \(args,"
+    ):
+        dq.fixed_point(torch.cos, torch.zeros(1, 1), torch.zeros(1, 1))
 
 
 def test_values_of_the_kind_are_taken():
@@ -134,7 +144,7 @@ def test_further_arguments_are_checked_one_by_one():
 def test_a_constructor_names_its_class():
     class Layer:
         @checked
-        def __init__(self, width: Annotated[int, AtLeast(1)]) -> None:
+        def __init__(self, width: Annotated[int, Between(1)]) -> None:
             self.width = width
 
     assert Layer(2).width == 2
@@ -143,7 +153,7 @@ def test_a_constructor_names_its_class():
 
 
 class Fields(TypedDict, total=False):
-    window: Annotated[int, AtLeast(1)]
+    window: Annotated[int, Between(1)]
 
 
 @checked

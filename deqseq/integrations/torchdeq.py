@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from deqseq.arguments import (
-    AtLeast,
+    Between,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
@@ -73,7 +73,7 @@ class TorchDEQ(ExternalSolver):
 
     name: Literal["fixed_point_iter", "simple_fixed_point_iter", "anderson", "broyden"]
     tau: PositiveFloat | None = None
-    m: Annotated[int, AtLeast(2)] | None = None
+    m: Annotated[int, Between(2)] | None = None
     lam: NonNegativeFloat | None = None
     LBFGS_thres: PositiveInt | None = None
 

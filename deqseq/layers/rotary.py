@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from deqseq.arguments import AtLeast, PositiveFloat, PositiveInt, Within, checked, shown
+from deqseq.arguments import Between, PositiveFloat, PositiveInt, Within, checked, shown
 
 
 @checked
@@ -55,7 +55,7 @@ RotaryTables = tuple[RotaryTable, RotaryTable]
 
 @checked
 def rotary_frequencies(
-    headdim: Annotated[int, AtLeast(2)],
+    headdim: Annotated[int, Between(2)],
     theta: PositiveFloat,
     scaling: RotaryScaling | None = None,
     device: torch.device | None = None,

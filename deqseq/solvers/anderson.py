@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from deqseq.arguments import AtLeast, PositiveFloat, Within, checked
+from deqseq.arguments import Between, PositiveFloat, Within, checked
 from deqseq.rows import put
 from deqseq.solvers.base import Solver
 from deqseq.types import RowIndex, State, float32_at_least
@@ -63,7 +63,7 @@ class Anderson(Solver[AndersonMemory]):
     """
 
     combines: ClassVar[bool] = True
-    memory: Annotated[int, AtLeast(2)] = 4  # with 1 it would be Relaxed
+    memory: Annotated[int, Between(2)] = 4  # with 1 it would be Relaxed
     mixing: Annotated[float, Within("(0, 1]")] = 1.0
     ridge: PositiveFloat | None = None
 

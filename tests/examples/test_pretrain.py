@@ -125,7 +125,7 @@ def test_a_run_of_several_epochs_goes_on_with_the_rows_that_are_left(
         shutil.rmtree(folder)
     assert (folder.parent / "checkpoint-10").exists()
     assert_close(*found, rtol=0, atol=0)
-    assert "explicit-llama: training from update 10 to 12, " in capsys.readouterr().out
+    assert "explicit-llama: training from step 10 to 12, " in capsys.readouterr().out
     assert not [text for text in warned if "missing keys" in text]  # the head is tied
 
 

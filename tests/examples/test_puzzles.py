@@ -144,7 +144,7 @@ def test_it_writes_numbers_and_goes_on(tmp_path, capsys, options):
     assert (tmp_path / "puzzles.png").exists() == ("explicit" not in options)
     capsys.readouterr()
     puzzles.main(command)
-    assert f"going on from update {rows[0]['updates']}" in capsys.readouterr().out
+    assert f"going on from step {rows[0]['updates']}" in capsys.readouterr().out
     assert json.loads((tmp_path / "results.json").read_text()) == rows
 
 

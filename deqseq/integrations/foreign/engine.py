@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deqseq.arguments import (
-    AtLeast,
+    Between,
     Instance,
     Within,
     check_known,
@@ -55,8 +55,8 @@ def unused(*names: str) -> dict[str, None]:
 
 _CHECKS = {
     bool: Instance(bool),
-    int: AtLeast(1),
-    NoneType: AtLeast(1),
+    int: Between(1),
+    NoneType: Between(1),
     float: Within("(-inf, inf)"),
     tuple: Bounds(),
     dict: partial(check_type, wanted=Mapping),
