@@ -2,7 +2,7 @@
 
 The states that they are chosen from come from a decoder: a solve per token, or a window of tokens
 at once. Both have three methods, called in turn. ``evaluate`` gives states for the head, ``(rows,
-width, d_model)``, and a report, integers ``(rows, numbers)`` that ``judge`` needs on the host.
+width, d_model)``, and a report, floats ``(rows, numbers)`` that ``judge`` needs on the host.
 ``judge`` says which tokens may be committed. ``move`` commits the first ``counts`` tokens of every
 row, and removes the rows that do not ``stay``.
 """
@@ -87,13 +87,13 @@ class OneByOne:
         self.cache, stats = output.cache, output.stats
         states = last_real(output.value, self._options.get("mask"))
         if stats is None:
-            return states, torch.zeros(len(x), 3, dtype=torch.int64, device=x.device)
+            return states, torch.zeros(len(x), 3, device=x.device)
         self.evaluations += stats.evaluations
         columns = output.status, stats.iterations.amax(dim=1), stats.updates.sum(dim=1)
-        return states, torch.stack(columns, dim=1)
+        return states, torch.stack(columns, dim=1).float()
 
     def judge(self, report: np.ndarray, inputs_are_right: np.ndarray) -> Verdict:
-        status, iterations, updates = report.T
+        status, iterations, updates = report.astype(np.int64).T
         return Verdict(np.ones_like(updates), status, iterations[:, None], updates)
 
     def move(self, counts: np.ndarray, changed: np.ndarray, stay: np.ndarray) -> None:
@@ -135,17 +135,12 @@ class InWindow:
         numbers = self._window.measure(now.point, now.states, 1)
         # the head is not given states that are not finite
         finite = now.value.isfinite().all(dim=2, keepdim=True)
-        self._itemsize = numbers.dtype.itemsize
-        bits = torch.int64 if self._itemsize == 8 else torch.int32
-        # the bits of the numbers, so that they travel to the host beside the tokens
-        report = numbers.view(bits).to(torch.int64).transpose(0, 1).flatten(1)
-        return now.value.masked_fill(~finite, 0), report
+        return now.value.masked_fill(~finite, 0), numbers.transpose(0, 1).flatten(1)
 
     def judge(self, report: np.ndarray, inputs_are_right: np.ndarray) -> Verdict:
-        bits = report.astype(f"i{self._itemsize}")
-        numbers = bits.view(f"f{self._itemsize}").reshape(len(report), -1, self.width)
+        numbers = report.reshape(len(report), -1, self.width).swapaxes(0, 1)
         precision = torch.finfo(self._latest.point.dtype).eps
-        passed, self._sound = self._window.judge(numbers.swapaxes(0, 1), precision)
+        passed, self._sound = self._window.judge(numbers, precision)
         self._window.fresh |= ~self._sound  # a token that diverged, on a wrong guess, begins again
         counts = np.logical_and.accumulate(passed & inputs_are_right, axis=1).sum(axis=1)
         age = self.evaluations - self._window.moved_at
@@ -281,8 +276,10 @@ def generate(
         logits = head(states)
         positions = record.lengths[rows, None] + np.arange(decoder.width)
         chosen = sampler.choose(logits, rows, positions)
-        transferred = on_host(torch.cat([chosen, report], dim=1))
-        tokens, report = transferred[:, : decoder.width], transferred[:, decoder.width :]
+        # in one transfer; float32 is exact to 2^24 tokens
+        numbers = on_host(torch.cat([chosen.to(report.dtype), report], dim=1))
+        tokens, report = np.split(numbers, [decoder.width], axis=1)
+        tokens = tokens.astype(np.int64)
         verdict = decoder.judge(report, _guessed_right(inputs, tokens))
         counts = np.minimum(verdict.counts, max_new_tokens - record.lengths[rows])
         _check_finite(tokens, counts, rows)

@@ -172,7 +172,7 @@ def load_example(name: str) -> Any:
       answers 98 % of the last questions.
     - ``"swaps"``: a Transformer of six layers, pretrained on stories of up to four swaps, whose two
       middle layers were then looped; answers 84 % of the last questions after 16 swaps. Its ids are
-      the bytes of ``+135``, which swaps the balls 1 and 3 and asks for ball 5, and of its answers,
+      the bytes of ``13315``, which swaps the balls 1 and 3 and asks for ball 5, and of its answers,
       the cups ``A`` to ``E``.
     - ``"text"``: one Mamba2 block that predicts the next character of Shakespeare's plays; 2.36
       bits per character on three plays that it was not trained on. Its ids are the bytes of ASCII

@@ -1,12 +1,17 @@
-"""The picture of a retrofit, for the pages that show it."""
+"""The pictures of a retrofit, for the pages that show them."""
 
 from matplotlib.figure import Figure
 from results import Row, chosen, lines, load
 
-ROWS = load("retrofit")
+from deqseq.diagnostics import Depth, ExtrapolationReport
+
+ROWS, PARTS = load("retrofit"), load("retrofit_parts")
 SEEDS = sorted({row["seed"] for row in ROWS})
 WAYS = {f"looped, {n} iteration{'s' * (n > 1)}": ("looped", n) for n in (16, 4, 1)}
 WAYS |= {"unlooped": ("unlooped", None), "pretrained": ("pretrained", None)}
+CHANGES = [*dict.fromkeys(row["case"] for row in PARTS)]
+DEPTHS = (1, 2, 4, 7, 14, 28, 56)
+"""Iterations at which the models of ``CHANGES`` were measured; they were trained with about 7."""
 
 
 def row_of(way: str, seed: int) -> Row:
@@ -26,3 +31,28 @@ def picture() -> Figure:
             for way, shares in curves.items()
         }
     return lines(panels, "swaps", "right last answers", xscale="log", ylim=(0, 1.05))
+
+
+def of_part(change: str, metric: str) -> float:
+    """What was measured of a model with one part changed."""
+    (row,) = chosen(PARTS, case=change, metric=metric)
+    return row["ours"]
+
+
+def extrapolated(change: str) -> ExtrapolationReport:
+    """What that model does beyond its trained depth."""
+    names = ("loss", "residual", "difference")
+    depths = [
+        Depth(n, *(of_part(change, f"{name} after {n} iterations") for name in names))
+        for n in DEPTHS
+    ]
+    return ExtrapolationReport(7, tuple(depths))
+
+
+def beyond(changes: dict[str, str]) -> Figure:
+    """Loss against iterations, for some changes, by their labels."""
+    curves = {
+        label: [(depth.iterations, depth.loss) for depth in extrapolated(change).depths]
+        for label, change in changes.items()
+    }
+    return lines({"": curves}, "iterations", "loss, nats", xscale="log")

@@ -20,7 +20,7 @@ from deqseq.models.presets import EXAMPLES, WEIGHTS, sudoku
 from deqseq.tasks import WordProblem, parse_group
 from deqseq.training import Curriculum, check_finite, free, unrolled
 
-SEEDS = {"swaps": 1}  # one of the three that nothing was tuned on; others: 0
+SEEDS = {"swaps": 4}  # the first of three that nothing was tuned on; others: 0
 PLAIN = dq.SolveConfig(dq.Naive())
 PHASES = {
     "parity": (unrolled(8, until=0.4, base=PLAIN), free(32, rtol=0.03, base=PLAIN)),
@@ -67,8 +67,9 @@ def swaps() -> dq.CausalLM:
     """Pretrain a Llama and loop it, 25 CPU minutes; a run in ``runs/`` goes on, or is used."""
     import retrofit
 
-    retrofit.main(["--seed", str(SEEDS["swaps"])])
-    return newest("swaps", "runs/retrofit_1/looped").half()  # half the size, the same answers
+    seed = SEEDS["swaps"]
+    retrofit.main(["--seed", str(seed)])
+    return newest("swaps", f"runs/retrofit_{seed}/looped").half()  # half the size, the same answers
 
 
 def newest(name: str, folder: str) -> dq.CausalLM:

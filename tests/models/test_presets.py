@@ -97,7 +97,7 @@ def test_swaps_are_followed_beyond_the_trained_depth_with_more_iterations():
         for _ in range(16):
             (a, b), asked = drawn.sample("12345", 2), drawn.choice("12345")
             cups[a], cups[b] = cups[b], cups[a]
-            story += f"+{a}{b}{asked}"
+            story += f"{a}{b}{b}{a}{asked}"
         stories.append(list(story.encode()))
         answers.append(ord(cups[asked]))
     lm, ids = dq.load_example("swaps"), torch.tensor(stories)
@@ -109,7 +109,7 @@ def test_swaps_are_followed_beyond_the_trained_depth_with_more_iterations():
 
     assert right(stop=dq.Stop.exactly(1))[0] < 0.4
     share, converged = right()
-    assert share > 0.85
+    assert share > 0.9
     assert converged.double().mean() > 0.9
 
 
