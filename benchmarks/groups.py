@@ -30,7 +30,7 @@ SCRIPT = Path(__file__).parents[1] / "examples" / "state_tracking.py"
 GROUPS = ("Z2", "Z5", "Z60", "S3", "S4", "S5", "D4", "D5", "Q8", "A4", "A5")
 UNSEEN = ("Z7", "D7", "S3xZ2")
 TWO_GENERATORS = ("A5", "S5")
-QUICK = ("--quick", "--steps", "10")
+QUICK = ("--quick", "--steps", "10", "--free-lengths", "8", "--eval-lengths", "8", "16")
 FULL = ("--eval-lengths", "16", "32", "64", "128", "256", "512")
 WIDE = (
     "--d-model",
