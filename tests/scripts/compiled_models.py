@@ -17,9 +17,9 @@ from small_models import contractive_llama, contractive_mamba2, language_model
 import deqseq as dq
 
 MAKE = {
-    "Mamba2": lambda: contractive_mamba2(chunk_size=64),
+    "Mamba2": lambda: contractive_mamba2(n_layers=1, chunk_size=64),
     "Mamba2 in several chunks": lambda: contractive_mamba2(n_layers=1, chunk_size=8),
-    "Llama": lambda: contractive_llama(n_layers=1),
+    "Llama": lambda: contractive_llama(),
 }
 
 
