@@ -351,12 +351,12 @@ def _checking(function: Any) -> Any:
 
 def _too_many(function: Any, args: Any, places: list[str], known: Collection[str]) -> TypeError:
     """The error for arguments by place where none is taken."""
-    own = len({"self", "cls"} & {*places})
+    bound = len({"self", "cls"} & {*places})
     named = ", ".join(name for name in known if name not in (*places, "", KEYWORDS))
-    wanted = f"{len(places) - own} argument(s) by place ({', '.join(places[own:])})"
+    wanted = f"{len(places) - bound} argument(s) by place ({', '.join(places[bound:])})"
     others = f": give the others by name ({named})" if named else ""
     called = function.__qualname__.removesuffix(".__init__")
-    return TypeError(f"{called} takes {wanted}, got {len(args) - own}{others}")
+    return TypeError(f"{called} takes {wanted}, got {len(args) - bound}{others}")
 
 
 def _owner(function: Any) -> str:
