@@ -22,12 +22,11 @@ from typing import Any
 import torch
 from harness import Row, command_line, report, value_row
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
 import deqseq as dq
 from deqseq.diagnostics import extrapolation
 from deqseq.integrations.huggingface import from_causal_lm, from_decoder
-from deqseq.training import Curriculum, Phase
+from deqseq.training import Curriculum, Phase, unrolled
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import retrofit
@@ -89,6 +88,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "solved, Implicit()": {"phase": by(dq.Implicit(), stop=SETTLED)},
     "answers of any depth": {"hops": 32},
     "LoRA of rank 16": {"lora": 16},
+    "Mamba2 for Llama": {"mamba2": True},
 }
 
 
@@ -96,14 +96,13 @@ def measured(name: str, folder: Path, quick: bool) -> Iterator[Row]:
     """Train one model, or load it, and score it."""
     change = dict(CHANGES[name])
     language, phase = change.pop("language", BYTES), change.pop("phase", None)
-    injection = change.pop("inject", None)
+    injection, mamba2 = change.pop("inject", None), change.pop("mamba2", False)
     settings: dict[str, Any] = {"steps": STEPS} | (QUICK if quick else {}) | change
     options = retrofit.Options(**settings)
-    model, folder = pretrained(options, language, folder), folder / name.replace("/", "-")
-    curriculum = retrofit.curriculum(options)
+    lm = (pretrained_mamba2 if mamba2 else pretrained)(options, language, folder)
+    folder, curriculum = folder / name.replace("/", "-"), retrofit.curriculum(options)
     if phase is not None:
         curriculum = Curriculum(tuple(map(phase, curriculum.phases)))
-    lm = retrofit.looped(model, options)
     if injection is not None:
         core: Any = lm.core
         core.backbone.injection = injection
@@ -127,14 +126,30 @@ def measured(name: str, folder: Path, quick: bool) -> Iterator[Row]:
             yield value_row(name, label, getattr(depth, metric))
 
 
-def pretrained(options: retrofit.Options, language: Language, folder: Path) -> LlamaForCausalLM:
-    """The model before it is looped; those that read alike share it."""
+def pretrained(options: retrofit.Options, language: Language, folder: Path) -> dq.CausalLM:
+    """A pretrained Llama, looped; those that read alike share it."""
     folder = folder / f"pretrained_{type(language).__name__}"
     model, _ = retrofit.source(options)
     lm = from_decoder(model)
     batches = retrofit.Mixture(options, language, "pretrained", options.pretraining)
     retrofit.train("pretrained", lm, batches, retrofit.curriculum(options), folder, options)
-    return copy.deepcopy(model)
+    return retrofit.looped(copy.deepcopy(model), options)
+
+
+def pretrained_mamba2(options: retrofit.Options, language: Language, folder: Path) -> dq.CausalLM:
+    """Six blocks of Mamba2, of which the middle two are pretrained with one iteration."""
+    sizes: dict[str, Any] = {"d_model": 64, "n_layers": 2, "d_state": 32, "headdim": 32}
+    config = dq.Mamba2Config(**sizes, injection=False, weight_norm=False)
+    torch.manual_seed(options.seed)
+    prelude, core, coda = (dq.Mamba2(config) for _ in range(3))
+    core = dq.ImplicitModel(dq.Injected(core, dq.ConcatInjection(64, options.gate)))
+    model = dq.RecurrentDepth(dq.ExplicitModel(prelude), core, dq.ExplicitModel(coda))
+    lm = dq.CausalLM(language.vocab_size, model)
+    batches = retrofit.Mixture(options, language, "pretrained", options.pretraining)
+    once = unrolled(1, until=None, base=dq.SolveConfig(dq.Naive(), start="input"))
+    folder = folder / "pretrained_mamba2"
+    retrofit.train("pretrained", lm, batches, Curriculum((once,)), folder, options)
+    return lm
 
 
 def all_rows(names: Sequence[str], folder: Path, quick: bool) -> Iterable[Row]:
