@@ -239,7 +239,10 @@ class Outcome:
         if stats is None:
             return f"{name}(not solved: an explicit model)"
         low, high = torch.aminmax(worst_token(stats.iterations))
-        done = f"{int(self.converged.sum())} of {len(self.converged)} rows converged"
+        rows, tested = len(self.converged), self.call is None or self.call.stop.has_tolerance
+        done = f"{int(self.converged.sum())} of {rows} rows converged"
+        if not tested:
+            done = f"{rows} rows, without a tolerance"
         return f"{name}({done}, iterations {int(low)} to {int(high)})"
 
     if not TYPE_CHECKING:  # a type checker names such attributes by itself

@@ -192,6 +192,11 @@ def adapted(model: Any, rank: int) -> Any:
     return peft.get_peft_model(model, config)
 
 
+def named(model: str) -> str:
+    """A folder, or a name on the hub."""
+    return str(smollm2()) if model == "smollm2" else model
+
+
 def source(options: Options) -> tuple[Any, Language]:
     """The model that is to be looped, and how stories are written for it."""
     if options.model is None:
@@ -203,7 +208,7 @@ def source(options: Options) -> tuple[Any, Language]:
         sizes |= {"initializer_range": 0.1, "tie_word_embeddings": True}
         return LlamaForCausalLM(LlamaConfig(bos_token_id=0, eos_token_id=0, **sizes)), BYTES
     with naming(f"--model {options.model}", SystemExit):
-        name = str(smollm2()) if options.model == "smollm2" else options.model
+        name = named(options.model)
         with torch.device("meta"):  # whether it can be looped, without its weights
             looped(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name)), options)
         tokenizer = load_tokenizer(name)
@@ -302,6 +307,8 @@ def run(options: Options, model: Any, language: Language, folder: Path) -> list[
             about["cpu_minutes"] = round(batches.cpu_seconds / 60, 2)
             saved = saved.merge_and_unload() if hasattr(saved, "merge_and_unload") else saved
             saved.save_pretrained(folder / name / "model")
+            if options.model is not None:
+                load_tokenizer(named(options.model)).save_pretrained(folder / name / "model")
         rows += [row | about for row in evaluated(name, lm, language, options)]
     return rows
 

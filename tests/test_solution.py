@@ -124,3 +124,8 @@ def test_the_advice_of_a_warning_can_be_followed():
         model(x)
     advice = re.search(r"print\((.*)\), says", str(caught[0].message)).group(1)
     assert eval(advice, {"model": model, "x": x}).causes == ("budget",)
+
+
+def test_without_a_tolerance_nothing_is_said_to_have_failed():
+    solution = dq.fixed_point(torch.cos, torch.zeros(2, 1), stop=dq.Stop.exactly(3))
+    assert repr(solution) == "Solution(2 rows, without a tolerance, iterations 3 to 3)"

@@ -1,17 +1,18 @@
 """The pictures of a retrofit, for the pages that show them."""
 
+from functools import cache
+
 from matplotlib.figure import Figure
 from results import Row, chosen, lines, load
 
 from deqseq.diagnostics import Depth, ExtrapolationReport
 
-ROWS, PARTS = load("retrofit"), load("retrofit_parts")
+ROWS = load("retrofit")
 SEEDS = sorted({row["seed"] for row in ROWS})
 WAYS = {f"looped, {n} iteration{'s' * (n > 1)}": ("looped", n) for n in (16, 4, 1)}
 WAYS |= {"unlooped": ("unlooped", None), "pretrained": ("pretrained", None)}
-CHANGES = [*dict.fromkeys(row["case"] for row in PARTS)]
 DEPTHS = (1, 2, 4, 7, 14, 28, 56)
-"""Iterations at which the models of ``CHANGES`` were measured; they were trained with about 7."""
+"""Iterations at which the models of :func:`parts` were measured; they were trained with about 7."""
 
 
 def row_of(way: str, seed: int) -> Row:
@@ -33,9 +34,15 @@ def picture() -> Figure:
     return lines(panels, "swaps", "right last answers", xscale="log", ylim=(0, 1.05))
 
 
+@cache
+def parts() -> list[Row]:
+    """What was measured with one part changed at a time."""
+    return load("retrofit_parts")
+
+
 def of_part(change: str, metric: str) -> float:
     """What was measured of a model with one part changed."""
-    (row,) = chosen(PARTS, case=change, metric=metric)
+    (row,) = chosen(parts(), case=change, metric=metric)
     return row["ours"]
 
 

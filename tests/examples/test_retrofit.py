@@ -154,6 +154,8 @@ def test_a_model_with_a_tokenizer_reads_words(tmp_path):
     rows = json.loads((tmp_path / "run" / "results.json").read_text())
     assert [row["model"] for row in rows[:3]] == ["pretrained", "unlooped", "looped"]
     assert not (tmp_path / "run" / "pretrained").exists()
+    saved = AutoTokenizer.from_pretrained(tmp_path / "run" / "looped" / "model")
+    assert saved("swap 1 for 3").input_ids == tokenizer("swap 1 for 3").input_ids
     before = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
     after = loaded(tmp_path / "run", "unlooped").state_dict()
     assert any(not weight.equal(after[name]) for name, weight in before.items())

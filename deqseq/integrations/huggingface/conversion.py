@@ -156,11 +156,11 @@ def retrofit(
               y = \mathrm{head}(\mathrm{coda}(z^*))
 
     Before any training, one iteration from zero is the pretrained model. With ``"concat"``, whose
-    initial projection ignores the state, any number of iterations is; with the others further
-    iterations feed the core with its own output, for which it was never trained. Fine-tune the
-    result, with a number of iterations that is drawn for every update:
-    :func:`deqseq.training.unrolled`. The tutorial has a model that gained
-    from loops, with ``ConcatInjection(width, gate=0.5)`` and solves that start at the input.
+    gate is 0, any number of iterations is; with ``"add"`` and ``"decay"`` the core sees its own
+    output from the second iteration on, for which it was not trained. With
+    ``ConcatInjection(width, gate=0.5)`` one iteration from the input is the pretrained model
+    (``start="input"``); the model of the tutorial gained from its loops so. Fine-tune the result,
+    with a number of iterations that is drawn for every update: :func:`deqseq.training.unrolled`.
 
     Args:
         model: a language model of a family that :class:`DecoderBackbone` runs; or a folder or a
@@ -169,7 +169,7 @@ def retrofit(
         core: how many layers are iterated.
         coda: how many of the last layers run once, after the core.
         dropped: how many layers between prelude and core are left out, as in the published
-            retrofits, which makes a different model, that has to be healed by training.
+            retrofits. This changes the outputs: train the model to recover.
         injection: how the prelude's output enters each iteration: ``"concat"``
             (:class:`deqseq.ConcatInjection`), ``"add"`` (:class:`deqseq.AddInjection`), ``"decay"``
             (:class:`deqseq.DecayInjection`), or an object.

@@ -82,8 +82,8 @@ class DecoderBackbone(Backbone[LlamaCache]):
         if config.model_type not in FAMILIES:
             raise ValueError(
                 f"model must be of one of the families {', '.join(sorted(FAMILIES))}, got a "
-                f"{type(model).__name__}: attention without rotary positions and mixtures of "
-                "experts are not run; to add another family, see CONTRIBUTING.md"
+                f"{type(model).__name__}: layers without rotary attention and mixtures of experts "
+                "are not run; to add another family, see CONTRIBUTING.md"
             )
         self.numbers = _numbers(len(decoder.layers), layers or slice(None))
         self.layers = nn.ModuleList(decoder.layers[i] for i in self.numbers)
