@@ -350,10 +350,10 @@ def _checking(function: Any) -> Any:
 
 
 def _too_many(function: Any, args: Any, places: list[str], known: Collection[str]) -> TypeError:
-    """The error for arguments by place where none is taken."""
+    """The error for more positional arguments than are taken."""
     bound = len({"self", "cls"} & {*places})
     named = ", ".join(name for name in known if name not in (*places, "", KEYWORDS))
-    wanted = f"{len(places) - bound} argument(s) by place ({', '.join(places[bound:])})"
+    wanted = f"{len(places) - bound} positional argument(s) ({', '.join(places[bound:])})"
     others = f": give the others by name ({named})" if named else ""
     called = function.__qualname__.removesuffix(".__init__")
     return TypeError(f"{called} takes {wanted}, got {len(args) - bound}{others}")

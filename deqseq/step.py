@@ -142,8 +142,8 @@ def check_independent(
         if not _alike(repeated, fz):
             return 2
     raise ValueError(
-        "f(z, args) of some rows must be those rows of f(z, args), got other values: its rows "
-        "depend on one another (a mean over the batch, BatchNorm in training mode), so no row can "
+        "f(z, args) must be the same for a row with and without the others, got other values: its "
+        "rows depend on one another (a mean over the batch, BatchNorm in training mode), so no row can "
         "be removed when it has converged. Use args inside of f, as in lambda z: f(z, args): then "
         "all rows are evaluated until the last one has ended"
     )
