@@ -143,9 +143,9 @@ def check_independent(
             return 2
     raise ValueError(
         "f(z, args) must be the same for a row with and without the others, got other values: its "
-        "rows depend on one another (a mean over the batch, BatchNorm in training mode), so no row can "
-        "be removed when it has converged. Use args inside of f, as in lambda z: f(z, args): then "
-        "all rows are evaluated until the last one has ended"
+        "rows depend on one another (a mean over the batch, BatchNorm in training mode), so no row "
+        "can be removed when it has converged. Use args inside of f, as in lambda z: f(z, args): "
+        "then all rows are evaluated until the last one has ended"
     )
 
 

@@ -97,13 +97,11 @@ def test_a_bad_value_is_named_with_what_is_wanted(name, value, message):
 
 
 def test_too_many_arguments_by_place_are_named():
-    with pytest.raises(
-        TypeError, match=r"^Stop takes 1 positional argument\(s\) \(rtol\), got 2: g"
-    ):
+    with pytest.raises(TypeError, match=r"^Stop takes 1 positional argument\(s\) \(rtol\), g"):
         dq.Stop(1e-3, 64)
     with pytest.raises(
         TypeError,
-        match=r"positional argument\(s\) \(f, z0\), got 3: give the others by name \(args,",
+        match=r"argument\(s\) \(f, z0\), got 3: give the others by name \(args,",
     ):
         dq.fixed_point(torch.cos, torch.zeros(1, 1), torch.zeros(1, 1))
 
