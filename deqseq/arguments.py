@@ -92,12 +92,12 @@ class Instance(Wanted):
             return how if tensors else ""
         if type(value).__module__.startswith("transformers.models"):
             return ": deqseq.integrations.huggingface.retrofit(model, ...) makes one of it"
-        if not self.kind.__module__.startswith("deqseq"):
-            return ""
-        if self.kind.__name__ == "Stop" and isinstance(value, float):
-            return f": write Stop({value!r})"
+        if is_dataclass(self.kind) and isinstance(value, float):
+            first = [each for field in fields(self.kind)[:1] for each in _wanted(field.type)]
+            fits = any(each.is_kind(value) and each.in_range(value) for each in first)
+            return f": write {self.kind.__name__}({value!r})" * fits
         name = value.__name__ if isinstance(value, type) else value
-        if not isinstance(name, str):
+        if not isinstance(name, str) or not self.kind.__module__.startswith("deqseq"):
             return ""
         ours, found = vars(sys.modules["deqseq"]), (each.__name__ for each in _classes(self.kind))
         names = {each.lower(): each for each in found if each in ours}

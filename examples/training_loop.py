@@ -68,7 +68,7 @@ class TrainingBatches(ABC):
     def __init__(self, steps: int) -> None:
         self.steps, self.step, self.cpu_seconds = steps, 0, 0.0
         self.tokens, self.evaluations = 0, 0  # of all steps: of a row, and of the blocks
-        self.solve: dict[str, Any] = {}  # how the model is called on the last batch, as its stop
+        self.solve: dict[str, Any] = {}  # fields of the solve of the last batch, such as its stop
 
     @property
     def progress(self) -> float:

@@ -90,6 +90,20 @@ def test_deep_answers_are_not_scored_and_the_unlooped_model_sees_the_same_batche
     assert deepest > 3
 
 
+@pytest.mark.parametrize("name", ["looped", "unlooped"])
+def test_half_of_the_updates_on_the_text_run_the_looped_layers_once(name):
+    batches = retrofit.Mixture(retrofit.Options(text=0.5, tokens=128), BYTES, name, 200)
+    solves = {True: [], False: []}
+    for _ in range(200):
+        is_text = (next(batches).hops == -1).all().item()
+        solves[is_text].append(batches.solve)
+    once = [solve for solve in solves[True] if solve]
+    assert all(solve["stop"] == dq.Stop.exactly(1) for solve in once)
+    assert not any(solves[False])
+    share = len(once) / len(solves[True])
+    assert 0.3 < share < 0.7 if name == "looped" else share == 0
+
+
 def test_the_learning_rate_rises_and_falls():
     batches = retrofit.Mixture(retrofit.Options(lr=1.0), BYTES, "looped", 1000)
     rates = []
