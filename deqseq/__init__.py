@@ -18,7 +18,7 @@ from deqseq.stop import Rule, Stop
 from deqseq.sweeps import Chunked, Sequential, Simultaneous, Sliding, Sweep
 from deqseq.types import FixedPointMap, Residual, State
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "FixedPointMap",

@@ -49,7 +49,7 @@ def fixed_point(
         The solution: value, status and statistics, per row.
 
     Warns:
-        ConvergenceWarning: most rows spent their budget or diverged.
+        ConvergenceWarning: a row spent its budget or diverged.
 
     Raises:
         TypeError: an argument of the wrong type.

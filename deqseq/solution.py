@@ -64,8 +64,8 @@ class ConvergenceError(RuntimeError):
 
 
 class ConvergenceWarning(UserWarning):
-    """Most rows of a solve failed; or any, if the status is not returned to the caller, as in the
-    adjoint solve of a backward pass.
+    """Rows of a solve failed, or its adjoint solve did; of a model in training, a row diverged or
+    all failed.
     """
 
 
@@ -83,9 +83,9 @@ def warn_caller(message: str) -> None:
     warnings.warn(message, ConvergenceWarning, stacklevel=level)
 
 
-def warn_failed(ends: np.ndarray, stop: Stop, share: float = 0.5, later: str = "") -> bool:
-    """Warn if more than this share of the rows failed, or all did, although they could converge;
-    whether it did. ``ends`` is :attr:`Solution.ends`.
+def warn_failed(ends: np.ndarray, stop: Stop, least: int = 1, later: str = "") -> bool:
+    """Warn if so many rows failed, although they could converge; whether it did. ``ends`` is
+    :attr:`Solution.ends`.
     """
     if not stop.has_tolerance or torch.compiler.is_compiling():
         return False
@@ -93,7 +93,7 @@ def warn_failed(ends: np.ndarray, stop: Stop, share: float = 0.5, later: str = "
         int((ends == kind).sum()) for kind in (Status.MAX_STEPS_REACHED, Status.DIVERGED)
     )
     failed, rows = spent + diverged, len(ends)
-    if failed < rows and failed <= share * rows:
+    if failed < least:
         return False
     warn_caller(
         f"{failed} of {rows} rows did not converge ({spent} spent the budget of {stop.max_steps} "

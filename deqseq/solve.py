@@ -178,7 +178,7 @@ def solve(
         ``raise_if_failed()``.
 
     Warns:
-        ConvergenceWarning: most rows spent their budget or diverged.
+        ConvergenceWarning: a row spent its budget or diverged.
 
     Raises:
         TypeError: an argument or the value of ``f`` is of the wrong type.

@@ -126,6 +126,13 @@ def test_the_advice_of_a_warning_can_be_followed():
     assert eval(advice, {"model": model, "x": x}).causes == ("budget",)
 
 
+def test_one_row_that_fails_is_told():
+    """Its map has no fixed point; all others do."""
+    x = torch.tensor([[0.5], [0.5], [0.5], [1.0]])
+    with pytest.warns(dq.ConvergenceWarning, match="1 of 4 rows did not converge"):
+        dq.fixed_point(lambda z, x: x * z + 1, 0 * x, args=x, solver=dq.Naive())
+
+
 def test_without_a_tolerance_nothing_is_said_to_have_failed():
     solution = dq.fixed_point(torch.cos, torch.zeros(2, 1), stop=dq.Stop.exactly(3))
     assert repr(solution) == "Solution(2 rows, without a tolerance, iterations 3 to 3)"

@@ -29,7 +29,7 @@ ADVICE = {
     ),
     "limit cycle": "damp the iteration",
     "divergence": "the map expands: damp the iteration, or make the map contractive",
-    "loose tolerance": "tighten it",
+    "loose tolerance": "tighten it, unless the predictions agree",
     "estimator": (
         "in eval mode the value is that of the solve; to train, take fewer or shorter steps, or "
         "make the map contract"
@@ -148,12 +148,19 @@ class _Examination:
         trace = torch.stack(residuals).cpu().double()
         sizes = [token_norms(x.double()).norm(dim=1) for x in (solved.value, first_value)]
         growth = (sizes[0] / sizes[1]).tolist()
+        drifting = self._drifting(solved.value)
         for row in rows:
-            cause = self._cause(solved, row, trace[:, row], growth[row])
+            growing = growth[row] if drifting[row] else 0.0
+            cause = self._cause(solved, row, trace[:, row], growing)
             if cause.name in ("limit cycle", "budget") and growth[row] < 1e-3:
                 text = f"The state tends to zero; {cause.text}"
                 cause = Cause("fixed point zero", text, cause.iterations)
             self.causes[row] = cause
+        late = self.rows_with("budget")
+        for row in late:
+            text = f"It converges in {_range(solved.stats, late)} iterations; the budget was "
+            cause = self.causes[row]
+            self.causes[row] = cause._replace(text=f"{text}{self.stop.max_steps}.")
         self._try_window(solved)
         for name in ("budget", "slow convergence"):
             counts = [self.causes[row].iterations for row in self.rows_with(name)]
@@ -215,10 +222,19 @@ class _Examination:
             text = f"{self.causes[row].text} {names} did not converge either."
             self.causes[row] = Cause("no fixed point found", text)
 
+    def _drifting(self, point: State) -> list[bool]:
+        """Rows that the next two evaluations of the map move on by nearly the same step."""
+        first = self.evaluate(point, 1)
+        step = first - point
+        changes = self.evaluate(first, 1) - first - step, step
+        turned, taken = (token_norms(x.double()).norm(dim=1) for x in changes)
+        return (turned < 0.5 * taken).tolist()
+
     def _cause(self, solved: Any, row: int, trace: Tensor, growth: float) -> Cause:
         """Why a row failed, from the residuals of a longer solve.
 
-        The difference has fallen as the residual has, times the ``growth`` of the state.
+        Of a state that drifts the difference has fallen as the residual has, times its ``growth``;
+        of others that is 0.
         """
         rtol = self.longer.rtol
         dtype = self.call.dtype
@@ -240,7 +256,8 @@ class _Examination:
         tolerance = f"the tolerance is {rtol:.1e}."
         drift = Cause("drift", f"{level}, because the state grows: the difference does not fall.")
         if 0 < last <= rtol:
-            return drift
+            text = f"The residual falls to {last:.1e} and rises again; {tolerance}"
+            return drift if growth else Cause("limit cycle", text)
         units = 32 if dtype.itemsize > 2 else 4
         if last < units * torch.finfo(dtype).eps:
             return Cause("precision", f"{level}, which is the precision of {dtype}; {tolerance}")

@@ -18,7 +18,7 @@ from deqseq.models.base import BackboneModel, Uncommitted, check_input, check_lo
 from deqseq.models.eval_mode import in_mode, same_randomness
 from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.models.padding import Padding
-from deqseq.solution import Call, Outcome, Solution, warn_failed
+from deqseq.solution import Call, Outcome, Solution, Status, warn_failed
 from deqseq.solve import Problem
 from deqseq.start import Start, initial_state
 from deqseq.step import Callback, autocast_dtype, check_start, evaluate, in_autocast
@@ -190,9 +190,9 @@ class ImplicitModel(BackboneModel):
             value of the solve.
 
         Warns:
-            ConvergenceWarning: in eval mode, most rows spent their budget or diverged; in training
-                mode, all rows did, unless ``stop`` is checked only at its last iteration. Once per
-                model and mode.
+            ConvergenceWarning: in eval mode, a row spent its budget or diverged; in training
+                mode, a row diverged or all failed, unless ``stop`` is checked only at its last
+                iteration. Once per model and mode.
 
         Raises:
             ConvergenceError: with ``throw``, names the rows that failed, their residuals and a
@@ -343,15 +343,15 @@ class ImplicitModel(BackboneModel):
     def warn_once(self, ends: np.ndarray, stop: Stop) -> None:
         """Warn of the first solve in this mode whose rows failed; ``ends`` is their status.
 
-        Most rows must have failed. The warning names the budget of ``stop``.
-
-        In training all rows must have failed, and no warning is given unless some could converge.
+        The warning names the budget of ``stop``. In training a row must have diverged, or all must
+        have failed, and no warning is given unless some could converge.
         """
         training = self.training
         # a phase of a fixed number of iterations reports its residual, and need not converge
         if training not in self._warned and not (training and stop.runs_to_the_end):
             later = " (Later calls of this model in this mode do not warn.)"
-            if warn_failed(ends, stop, share=1.0 if training else 0.5, later=later):
+            least = len(ends) if training and (ends != Status.DIVERGED).all() else 1
+            if warn_failed(ends, stop, least, later):
                 self._warned.append(training)
 
     def _requires_gradient(self, *tensors: Tensor | None) -> bool:

@@ -134,6 +134,21 @@ CASES = [
 ]
 
 
+def test_a_state_that_wanders_without_growing_does_not_drift():
+    """Anderson's residual falls at times, below the tolerance too, and rises again."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(n, 16, generator=generator) for n in (16, 64))
+    wanders = dq.solve(
+        lambda z, x: torch.tanh(z @ weight + 0.3 * x),
+        0 * x,
+        args=x,
+        solver=dq.Anderson(),
+        stop=dq.Stop(),
+    )
+    causes = wanders.explain().causes
+    assert "drift" not in causes and "no fixed point found" in causes
+
+
 @pytest.mark.parametrize(("cause", "f", "z0", "options", "finding", "remedy"), CASES)
 def test_the_cause_and_the_remedy_are_named(cause, f, z0, options, finding, remedy):
     solution = solve(f, z0, **options)

@@ -5,6 +5,7 @@ are known in closed form settle, go on moving, drift or forget.
 import copy
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -130,8 +131,12 @@ class LooksAhead(dq.Affine):
 
 
 def test_a_backbone_that_is_not_causal_is_named():
-    with pytest.raises(ValueError, match="model is not causal"):
-        check_duality(dq.CausalLM(11, dq.ImplicitModel(LooksAhead(4))), IDS)
+    lm = dq.CausalLM(11, dq.ImplicitModel(LooksAhead(4)))
+    with pytest.raises(ValueError, match="this LooksAhead is not causal"):
+        check_duality(lm, IDS)
+    for call in (lm, partial(lm.generate, max_new_tokens=1)):  # before anything is learned from it
+        with pytest.raises(ValueError, match="this LooksAhead is not causal"):
+            call(IDS)
 
 
 ROWS = torch.arange(14).view(2, 7) % 11

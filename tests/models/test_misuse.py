@@ -198,6 +198,16 @@ def test_rows_that_are_not_finite_diverge_alone_and_are_told(start):
     assert status.tolist() == [dq.Status.CONVERGED, dq.Status.DIVERGED, dq.Status.DIVERGED]
 
 
+def test_a_row_that_diverges_in_training_is_told_once():
+    model = dq.ImplicitModel(contractive_mamba2(), TIGHT).train()
+    x = embedded(3)
+    x[2, 0, 0] = torch.nan
+    with pytest.warns(dq.ConvergenceWarning, match="1 of 3 rows .* 1 diverged") as caught:
+        for _ in range(3):
+            model(x)
+    assert len(caught) == 1
+
+
 def test_inputs_that_a_sweep_cannot_divide_are_named():
     class Shared(dq.Affine):
         def prepare(self, x, cache=None, mask=None):
