@@ -156,9 +156,9 @@ class _Examination:
                 text = f"The state tends to zero; {cause.text}"
                 cause = Cause("fixed point zero", text, cause.iterations)
             self.causes[row] = cause
-        late = self.rows_with("budget")
-        for row in late:
-            text = f"It converges in {_range(solved.stats, late)} iterations; the budget was "
+        unfinished = self.rows_with("budget")
+        for row in unfinished:
+            text = f"It converges in {_range(solved.stats, unfinished)} iterations; the budget was "
             cause = self.causes[row]
             self.causes[row] = cause._replace(text=f"{text}{self.stop.max_steps}.")
         self._try_window(solved)
