@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
-from deqseq.rows import take
+from deqseq.rows import on_host, take
 from deqseq.stop import Stop
 from deqseq.types import Iterations, RowIndex, RowMask, State
 
@@ -313,6 +313,10 @@ class Solution(Outcome):
     ends: np.ndarray = field(repr=False, compare=False)
     aux: Any = None
     call: Call | None = field(default=None, repr=False, compare=False)
+
+    def take_rows(self, rows: RowIndex) -> Outcome:
+        """The given ``rows`` alone, ``(rows,)``, of ``ends``, too."""
+        return replace(super().take_rows(rows), ends=self.ends[on_host(rows)])  # pyright: ignore[reportArgumentType]
 
     def __iter__(self) -> NoReturn:
         """TypeError: a solution is not a pair."""
