@@ -77,6 +77,11 @@ def test_rows_are_taken_of_every_field():
     taken = dq.take(solution([0, 1, 2], [0.0, 0.5, 0.25]), torch.tensor([2, 0]))
     assert taken.status.tolist() == taken.ends.tolist() == [2, 0]
     assert taken.stats.residual.tolist() == [0.25, 0.0]
+    lm, ids = dq.CausalLM(7, dq.ImplicitModel(dq.Affine(4))), torch.ones(2, 3, dtype=torch.int64)
+    output = lm(ids, labels=ids, return_cache=True)
+    taken = dq.take(output, torch.tensor([1]))
+    assert torch.equal(taken.logits, output.logits[1:])
+    assert taken.loss is None, "the loss is of all rows"
 
 
 def test_an_error_survives_pickling():
