@@ -40,7 +40,8 @@ def from_pretrained(
       within 4 times its mean depth, from zero. With ``steps`` it runs as its authors do: that many
       times, from random states, with a cache for each step.
     - Ouro becomes an :class:`deqseq.ExplicitModel` of a :class:`deqseq.Looped` stack, for it has no
-      fixed point. Its gate, an :class:`OuroGate`, is ``lm.model.backbone.choose``.
+      fixed point. Its gate is left out: at the threshold of the released files, 1, every token
+      takes the last loop.
     - Models of the paper's reference code are solved as there, see :func:`from_reference_config`;
       Llama and Mamba2, transformers' or mamba_ssm's, are explicit, see
       :func:`from_pretrained_model`.
