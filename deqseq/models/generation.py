@@ -289,6 +289,7 @@ def generate(
         stay &= record.lengths[rows] < max_new_tokens
         if not in_prompt:
             final = counts + stay.astype(int)  # inputs: of these tokens, and of the next one
+            # compared once more, because settle may have replaced the sampler's tokens
             record.count(rows, verdict.updates, _guessed_right(inputs, tokens), final)
         if not stay.any():
             break
