@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import partial
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 from deqseq.arguments import check_known
@@ -17,7 +17,6 @@ from deqseq.start import RandomStart
 from deqseq.stop import Stop
 from deqseq.sweeps import Chunked, Sequential, Simultaneous, Sliding, Sweep
 from deqseq.training import Curriculum, Phase, PoissonLogNormal
-from deqseq.training.curriculum import plain_number
 
 Json = dict[str, Any]
 
@@ -71,7 +70,7 @@ def to_json(value: Any) -> Any:
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Real):
-        return plain_number(value)
+        return int(value) if isinstance(value, Integral) else float(value)
     if isinstance(value, tuple):
         return [to_json(part) for part in value]
     classes = next((classes for classes in CLASSES.values() if type(value) in classes), None)

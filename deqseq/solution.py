@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
-from deqseq.rows import take
+from deqseq.rows import on_host, take
 from deqseq.stop import Stop
 from deqseq.types import Iterations, RowIndex, RowMask, State
 
@@ -142,6 +142,7 @@ def worst_token(numbers: Shaped[Tensor, "batch *tokens"]) -> Shaped[Tensor, " ba
 
 Self = TypeVar("Self", bound="Outcome")  # beartype knows typing.Self only in decorated classes
 SOLVE = "the fixed-point solve"
+OF_ALL_ROWS = "call", "loss"  # fields of outcomes
 
 
 class Outcome:
@@ -228,10 +229,12 @@ class Outcome:
         return explain(self)
 
     def take_rows(self, rows: RowIndex) -> "Outcome":
-        """The given ``rows`` alone, ``(rows,)``; the solve of some rows cannot be explained."""
-        names = [field.name for field in fields(self) if field.name != "call"]  # pyright: ignore[reportArgumentType]
-        parts = {name: getattr(self, name) for name in names}
-        return replace(self, call=None, **take(parts, rows))  # pyright: ignore[reportArgumentType]
+        """The given ``rows`` alone, ``(rows,)``, without what is of all rows: a loss, and the call,
+        so that the solve of some rows cannot be explained.
+        """
+        names = [field.name for field in fields(self)]  # pyright: ignore[reportArgumentType]
+        parts = {name: None if name in OF_ALL_ROWS else getattr(self, name) for name in names}
+        return replace(self, **take(parts, rows))  # pyright: ignore[reportArgumentType]
 
     def __repr__(self) -> str:
         """Numbers of the solve, without the tensors."""
@@ -313,6 +316,10 @@ class Solution(Outcome):
     ends: np.ndarray = field(repr=False, compare=False)
     aux: Any = None
     call: Call | None = field(default=None, repr=False, compare=False)
+
+    def take_rows(self, rows: RowIndex) -> Outcome:
+        """The given ``rows`` alone, ``(rows,)``, of ``ends``, too."""
+        return replace(super().take_rows(rows), ends=self.ends[on_host(rows)])  # pyright: ignore[reportArgumentType]
 
     def __iter__(self) -> NoReturn:
         """TypeError: a solution is not a pair."""

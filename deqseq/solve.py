@@ -32,7 +32,7 @@ from deqseq.stop import Stop
 from deqseq.sweeps import Sweep
 from deqseq.tokens import TokenArgs
 from deqseq.types import FixedPointMap, RowIndex, State
-from deqseq.windows import Found, Moved, Swept
+from deqseq.windows import Found, NextPoint, Swept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,17 +235,28 @@ class AllTokens(Found):
         batch, tokens = len(problem.z0), math.prod(problem.z0.shape[1:-1])
         super().__init__(problem, tokens, tokens, tokens)
         self.args, self.evaluations_alone = problem.args, 0
-        self.leaving = np.zeros(batch, dtype=bool)  # rows that have ended
+        self.ended = np.zeros(batch, dtype=bool)  # of the rows that are evaluated
         self.status = np.full(batch, int(Status.MAX_STEPS_REACHED))
         self.iterations, self.updates = np.zeros((2, batch), dtype=np.int64)
-        self.stored: Any = None  # value and aux
+        self.stored: Any = None  # value and aux, from the first removal of rows on
+
+    @property
+    def none_removed(self) -> bool:
+        """Whether every row of the batch is still evaluated."""
+        return self.stored is None
+
+    @property
+    def releases(self) -> bool:
+        """Whether a row that is evaluated has ended."""
+        return bool(self.ended.any())
 
     def judge(self, z: State, fz: State) -> bool:
         """Decide which rows have ended."""
         window, rows, stop = self.window, self.window.rows, self.problem.stop
         last = self.evaluations >= window.budget
         checks = last or self.evaluations % stop.check_every == 0
-        # the first measurement is the scale of later ones, whether it decides anything or not
+        # the first measurement is the scale of later ones, whether it decides anything or not;
+        # without a tolerance the first check sets it, and no other transfer is worth its time
         begins = window.fresh.all() and stop.has_tolerance
         if not checks and not begins:
             return False
@@ -255,33 +266,33 @@ class AllTokens(Found):
         if not checks:
             return False
         passed, sound = passed.all(axis=1), sound.all(axis=1)
-        if self.stored is None:  # a row goes on if others have moved it, as a mean over them does
-            moved = rows[(self.status[rows] == Status.CONVERGED) & ~passed]
-            self.running[moved], self.status[moved] = True, Status.MAX_STEPS_REACHED
-        ended = self.running[rows] & (last | passed | ~sound)
-        self.status[rows[ended & passed]] = Status.CONVERGED
-        self.status[rows[ended & ~sound]] = Status.DIVERGED
-        self.iterations[rows[ended]] = self.evaluations
-        self.running[rows[ended]] = False
-        self.leaving = ~self.running[rows]
+        if self.none_removed:  # a row goes on if others have moved it, as a mean over them does
+            again = rows[(self.status[rows] == Status.CONVERGED) & ~passed]
+            self.running[again], self.status[again] = True, Status.MAX_STEPS_REACHED
+        ends_now = self.running[rows] & (last | passed | ~sound)
+        self.status[rows[ends_now & passed]] = Status.CONVERGED
+        self.status[rows[ends_now & ~sound]] = Status.DIVERGED
+        self.iterations[rows[ends_now]] = self.evaluations
+        self.running[rows[ends_now]] = False
+        self.ended = ~self.running[rows]
         return True
 
-    def move(self, z: State, fz: State, aux: Any, proposal: State) -> Moved:
+    def release(self, z: State, fz: State, aux: Any, proposal: State) -> NextPoint:
         """Freeze the rows that have ended, or store and remove them."""
-        frozen, problem = self.leaving, self.problem
-        z_next = torch.where(per_row(on_device(frozen, self.device), z), z, proposal)
-        if self.args is None or 4 * frozen.sum() < len(frozen):
+        ended, problem = self.ended, self.problem
+        z_next = torch.where(per_row(on_device(ended, self.device), z), z, proposal)
+        if self.args is None or 4 * ended.sum() < len(ended):
             return z_next, None
-        if self.stored is None:
+        if self.none_removed:
             fz, aux = map_tensors(torch.clone, (fz, aux))  # a map may fill the same buffers again
             if problem.renew is None:  # the map is the caller's own
-                stay = on_device(np.flatnonzero(~frozen), self.device)
+                stay = on_device(np.flatnonzero(~ended), self.device)
                 self.evaluations_alone = check_independent(
                     problem.f, z, self.args, fz, stay, problem.has_aux
                 )
         self.store(z, fz, aux)
-        staying = self.window.keep(~frozen, self.device)
-        self.leaving = self.leaving[~frozen]
+        staying = self.window.keep(~ended, self.device)
+        self.ended = ended[~ended]
         z_next, self.args = take((z_next, self.args), staying)
         return z_next, staying
 
@@ -336,10 +347,10 @@ def iterate(problem: Problem, found: Found, z: State) -> Solution:
         if first and problem.args is not None:
             check_rows(f"the state of {type(solver).__name__}", memory, len(z))
         first = False
-        if not found.leaving.any():
+        if not found.releases:
             z = proposal
         else:
-            z, staying = found.move(z, fz, aux, proposal)
+            z, staying = found.release(z, fz, aux, proposal)
             if staying is not None:
                 memory = take(memory, staying)
             # where rows that have ended stay, a solver with a loop of its own solves them once more

@@ -76,10 +76,15 @@ def initial_state(start: Start | Tensor, like: Sequence) -> Sequence:
     tokens.
     """
     if isinstance(start, Tensor):
-        if start.shape != like.shape or start.dtype != like.dtype or start.device != like.device:
-            wanted, got = (f"{x.dtype} {tuple(x.shape)} on {x.device}" for x in (like, start))
-            raise ValueError(f"start must be like the embedded tokens, {wanted}, got {got}")
+        check_states(start, like)
         return start
     if isinstance(start, RandomStart):
         return start.draw(like)
     return like if start == "input" else like.new_zeros(()).expand(like.shape)
+
+
+def check_states(start: Tensor, like: Tensor) -> None:
+    """Refuse states of another shape, dtype or device than the iteration has."""
+    if start.shape != like.shape or start.dtype != like.dtype or start.device != like.device:
+        wanted, got = (f"{x.dtype} {tuple(x.shape)} on {x.device}" for x in (like, start))
+        raise ValueError(f"start must be like the states, {wanted}, got {got}")

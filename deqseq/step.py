@@ -175,12 +175,12 @@ def next_point(solver: Solver[Any], z: State, fz: State, memory: Any) -> tuple[S
 
 
 def carried(
-    solver: Solver[Any], memory: Any, z: State, moved: Tensor | None, fresh: np.ndarray
+    solver: Solver[Any], memory: Any, z: State, origins: Tensor | None, fresh: np.ndarray
 ) -> Any:
     """The memory of a solver at ``z``, after tokens have moved in their windows; checked.
 
-    ``fresh`` tokens, ``(rows, width)``, begin anew. ``moved`` says on the device where each token
-    was and whether it is fresh, ``(rows, width, 2)``. Default: none has moved.
+    ``fresh`` tokens, ``(rows, width)``, begin anew. ``origins`` says on the device where each
+    token was and whether it is fresh, ``(rows, width, 2)``. None: none has moved.
     """
     rows, name = np.flatnonzero(fresh.any(axis=1)), type(solver).__name__
     if not len(rows):
@@ -188,10 +188,10 @@ def carried(
     if fresh.all() or (len(rows) == len(z) and not solver.per_token):
         return solver.init(z)
     if solver.per_token:
-        if moved is None:
+        if origins is None:
             places = np.broadcast_to(np.arange(fresh.shape[1]), fresh.shape)
-            moved = on_device(np.stack([places, fresh], axis=2), z.device)
-        return _carried_tokens(name, memory, solver.init(z), moved)
+            origins = on_device(np.stack([places, fresh], axis=2), z.device)
+        return _carried_tokens(name, memory, solver.init(z), origins)
     new = solver.restart(memory, z, on_device(rows, z.device))
     if type(new) is not type(memory):
         wanted, got = type(memory).__name__, type(new).__name__
@@ -200,16 +200,16 @@ def carried(
     return new
 
 
-def _carried_tokens(name: str, memory: Any, first: Any, moved: Tensor) -> Any:
+def _carried_tokens(name: str, memory: Any, first: Any, origins: Tensor) -> Any:
     """``memory`` moved along; fresh tokens, and numbers of their rows, as they are at ``first``."""
-    starts, width = iter(tensors_of(first)), moved.shape[1]
+    starts, width = iter(tensors_of(first)), origins.shape[1]
     found, wanted = ([tuple(x.shape) for x in tensors_of(tree)] for tree in (memory, first))
     if found != wanted or any(len(shape) < 2 or shape[1] not in (1, width) for shape in found):
         raise ValueError(
             f"the memory of {name}, whose per_token is True, must be tensors (rows, tokens, ...) "
             f"or (rows, 1, ...), of the shapes that init gives, {wanted}, got {found}"
         )
-    places, of_token = moved[..., 0], moved[..., 1].bool()
+    places, of_token = origins[..., 0], origins[..., 1].bool()
     of_row = of_token.any(dim=1, keepdim=True)
 
     def along(old: Tensor) -> Tensor:
@@ -227,9 +227,14 @@ def _carried_tokens(name: str, memory: Any, first: Any, moved: Tensor) -> Any:
 def returned_value(
     z: State, fz: State, at_point: np.ndarray, diverged: np.ndarray, start: State
 ) -> State:
-    """What rows return: ``fz``, or ``z`` in rows ``at_point``.
+    """What each row returns; rows that ``diverged`` are among those ``at_point``.
 
-    Where a row diverged and ``z`` is not finite, it returns the ``start``.
+    =================================  =========
+    not ``at_point``                   ``fz``
+    ``at_point``, has not diverged     ``z``
+    has diverged, ``z`` is finite      ``z``
+    has diverged, ``z`` is not finite  ``start``
+    =================================  =========
     """
     if not at_point.any():
         return fz

@@ -28,7 +28,8 @@ These move at once: a window of one token; one that passes entirely at its first
 the end of its row; one that has spent its budget; and every one if ``check_every`` is above 1.
 """
 
-Moved = tuple[Float[Tensor, "rows *event"], RowIndex | None]
+NextPoint = tuple[Float[Tensor, "rows *event"], RowIndex | None]
+"""The next point, and which rows stay in it; None: each."""
 
 GROWTH = 1e4
 """How many times its first size a token may have where a solver combines points."""
@@ -39,6 +40,11 @@ class Window:
 
     A row iterates ``width`` tokens, from its first one that is not committed. Arrays are on the
     host: ``(rows,)``, or ``(rows, width)`` with the first token of each window in the first column.
+
+    After a judgement these follow, in this order, each where there is something to do: :meth:`move`
+    and :meth:`change` decide which tokens are fresh; :meth:`shift`, which reads that, takes the
+    last measurement along; :meth:`keep` removes rows, also of the places that :meth:`shift` has
+    noted; :meth:`carry` needs these and the next point of the rows that are left.
     """
 
     def __init__(self, stop: Stop, solver: Solver[Any], rows: int, width: int) -> None:
@@ -55,7 +61,7 @@ class Window:
         self.passed_before = np.zeros((rows, width), dtype=bool)
         self.before: Pair | None = None
         # where each token was and whether it is fresh, if some moved since the last step
-        self.moved: Tensor | None = None
+        self.origins: Tensor | None = None
 
     def measure(
         self, z: State, fz: State, block: int, rows: np.ndarray | None = None
@@ -132,8 +138,8 @@ class Window:
         """Move the last measurement of each token along, and at :meth:`carry` the solver's memory,
         from its place ``source``, which is returned on the device.
         """
-        self.moved = on_device(np.stack([source, self.fresh], axis=2), device)
-        places = self.moved[..., 0]
+        self.origins = on_device(np.stack([source, self.fresh], axis=2), device)
+        places = self.origins[..., 0]
         if self.before is not None:
             index = places[..., None].expand_as(self.before.point)
             self.before = Pair(*(states.gather(1, index) for states in self.before))
@@ -146,8 +152,8 @@ class Window:
 
     def carry(self, memory: Any, z: State) -> Any:
         """The solver's memory at ``z``, the next point, after tokens have moved or changed."""
-        moved, self.moved = self.moved, None
-        return carried(self.solver, memory, z, moved, self.fresh)
+        origins, self.origins = self.origins, None
+        return carried(self.solver, memory, z, origins, self.fresh)
 
     def keep(self, stay: np.ndarray, device: torch.device) -> RowIndex:
         """Remove all rows but those that ``stay``, ``(rows,)``; where these were before."""
@@ -156,7 +162,7 @@ class Window:
         self.limit, self.first_size = self.limit[stay], self.first_size[stay]
         self.passed_before = self.passed_before[stay]
         staying = on_device(np.flatnonzero(stay), device)
-        self.before, self.moved = take((self.before, self.moved), staying)
+        self.before, self.origins = take((self.before, self.origins), staying)
         return staying
 
 
@@ -168,13 +174,10 @@ class Found(ABC):
         window: these rows and tokens.
         evaluations: how many there were.
         running: which rows of the batch have not ended, ``(batch,)``.
-        leaving: of each row that is evaluated, how many tokens leave, or whether it has ended,
-            ``(rows,)``. Where any does, :meth:`move` is called.
         numbers: the latest d and s of each token, ``(2, batch, tokens)``.
     """
 
     args: Any
-    leaving: np.ndarray
 
     def __init__(self, problem: "Problem", length: int, width: int, room: int) -> None:
         z0, self.problem, self.length = problem.z0, problem, length
@@ -194,9 +197,14 @@ class Found(ABC):
     def judge(self, z: State, fz: State) -> bool:
         """Decide which rows or tokens have ended; whether the residual was checked."""
 
+    @property
     @abstractmethod
-    def move(self, z: State, fz: State, aux: Any, proposal: State) -> Moved:
-        """Freeze or store what has ended: the next point, and which rows stay (None: each)."""
+    def releases(self) -> bool:
+        """Whether a row has ended or tokens leave their window, so that :meth:`release` is due."""
+
+    @abstractmethod
+    def release(self, z: State, fz: State, aux: Any, proposal: State) -> NextPoint:
+        """Freeze or store what has ended."""
 
     @abstractmethod
     def solution(self, z: State, fz: State, aux: Any) -> Solution:
@@ -239,14 +247,14 @@ class Swept(Found):
         window, rows, every = self.window, self.window.rows, self.problem.stop.check_every
         left, age = self.lengths[rows] - self.first[rows], self.evaluations - window.moved_at
         at_budget = age >= window.budget
-        new = window.fresh[:, -1]  # rows whose window has moved: tokens enter at its end
+        has_moved = window.fresh[:, -1]  # tokens enter at the end of a window
         checks = (left > 0) & (at_budget | (age % every == 0))
-        self.leaving = np.zeros_like(left)
-        if not (checks | new).any():
+        self.leaving = np.zeros_like(left)  # how many tokens leave each window
+        if not (checks | has_moved).any():
             return False
-        numbers = on_host(window.measure(z, fz, self.block, checks | new))
+        numbers = on_host(window.measure(z, fz, self.block, checks | has_moved))
         self.numbers[:, *self.at] = numbers[:2]
-        passed, sound = window.judge(numbers, torch.finfo(z.dtype).eps, checks | new)
+        passed, sound = window.judge(numbers, torch.finfo(z.dtype).eps, checks | has_moved)
         if not checks.any():
             return False
         sound = sound.all(axis=1)
@@ -256,7 +264,8 @@ class Swept(Found):
         moves = checks & sound
         self.diverged, self.spent = checks & ~sound, moves & at_budget & (passing == 0)
         if every == 1 and window.width > 1 and self.evaluations % MOVES_EVERY:
-            whole = (passing == inside) & (new | (inside == left))
+            # at an odd evaluation only what MOVES_EVERY names moves
+            whole = (passing == inside) & (has_moved | (inside == left))
             moves = moves & (at_budget | whole)
         self.leaving = np.where(moves, passing, 0)
         self.leaving = np.where(self.spent, np.minimum(left, self.block), self.leaving)
@@ -267,7 +276,12 @@ class Swept(Found):
         self.running[rows] = ~self.diverged & (self.leaving < left)
         return True
 
-    def move(self, z: State, fz: State, aux: Any, proposal: State) -> Moved:
+    @property
+    def releases(self) -> bool:
+        """Whether tokens leave a window."""
+        return bool(self.leaving.any())
+
+    def release(self, z: State, fz: State, aux: Any, proposal: State) -> NextPoint:
         """Store and commit what leaves, and move the windows on."""
         window, rows = self.window, self.window.rows
         self.store(z, fz, proposal)

@@ -178,8 +178,6 @@ def cache_of(backbone):
 
 LLAMA = dq.LlamaConfig(4, n_heads=2)
 TABLES = torch.arange(3)[None], torch.ones(2), torch.float32
-CURRICULUM = training.Curriculum((training.free(),))
-RECORD = CURRICULUM.record(0.5)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -206,10 +204,6 @@ RECORD = CURRICULUM.record(0.5)
         ("f", lambda: diagnostics.spectral_radius(lambda: X, X)),
         ("f", lambda: training.jacobian_regularisation(lambda: X, X)),
         ("value", lambda: training.check_finite(torch.ones((), device="meta"), step=1)),
-        (
-            "record",
-            lambda: CURRICULUM.resumed(RECORD | {"curriculum": 3}),
-        ),
         ("theta", lambda: layers.rotary_frequencies(4, "text")),
         ("positions", lambda: layers.rotary_tables(TABLES[0][0], *TABLES[1:])),
         ("frequencies", lambda: layers.rotary_tables(TABLES[0], TABLES[1].long(), TABLES[2])),

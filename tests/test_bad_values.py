@@ -32,7 +32,6 @@ import deqseq as dq
 from deqseq import diagnostics, layers, ops, tasks, training
 from deqseq.arguments import Between, Within
 from deqseq.integrations import foreign
-from deqseq.integrations.foreign import OuroGate
 from deqseq.integrations.torchdeq import TorchDEQ
 
 MODULES = (dq, diagnostics, layers, ops, tasks, training, foreign)
@@ -215,10 +214,6 @@ def called(change):
     backbone = spoiled(dq.Affine(8), "forward", lambda pair: (change(pair[0]), pair[1]))
     yield "Affine.forward", partial(dq.ExplicitModel(backbone), X)
     yield "Affine.forward", partial(dq.ImplicitModel(backbone).evaluate, X)
-    gate = OuroGate(spoiled(nn.Linear(8, 1), "forward", change), 0.5)
-    yield "OuroGate.linear", partial(dq.ExplicitModel(dq.Looped(dq.Affine(8), 3, gate)), X)
-    looped = dq.Looped(dq.Affine(8), 3, lambda states: change(states[-1]))
-    yield "Looped.choose", partial(dq.ExplicitModel(looped), X)
     norm = spoiled(nn.Identity(), "forward", change)
     yield "RecurrentDepth.norm", partial(dq.RecurrentDepth(explicit, implicit, explicit, norm), X)
     estimator = spoiled(dq.Phantom(), "apply", lambda solution: change(solution.value))

@@ -73,6 +73,17 @@ def test_values_that_are_not_finite_at_once_are_not_called_an_expansion(bad):
         dq.fixed_point(lambda z: z + bad, torch.zeros(2, 3), throw=True)
 
 
+def test_rows_are_taken_of_every_field():
+    taken = dq.take(solution([0, 1, 2], [0.0, 0.5, 0.25]), torch.tensor([2, 0]))
+    assert taken.status.tolist() == taken.ends.tolist() == [2, 0]
+    assert taken.stats.residual.tolist() == [0.25, 0.0]
+    lm, ids = dq.CausalLM(7, dq.ImplicitModel(dq.Affine(4))), torch.ones(2, 3, dtype=torch.int64)
+    output = lm(ids, labels=ids, return_cache=True)
+    taken = dq.take(output, torch.tensor([1]))
+    assert torch.equal(taken.logits, output.logits[1:])
+    assert taken.loss is None, "the loss is of all rows"
+
+
 def test_an_error_survives_pickling():
     with pytest.raises(ConvergenceError) as caught:
         solution([1, 0], [0.5, 0.0]).raise_if_failed()

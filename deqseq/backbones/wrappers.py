@@ -2,12 +2,10 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -224,10 +222,6 @@ class Injected(Backbone[Any]):
         self.backbone.compile(**options)
 
 
-Choose = Callable[[Float[Tensor, "steps batch length d_model"]], Sequence]
-"""From the states of all steps to those of the result."""
-
-
 class LoopedInputs(NamedTuple):
     """The inputs of the inner backbone, and the loop's first states; None: those it is given."""
 
@@ -239,20 +233,17 @@ class Looped(Backbone[JointCache]):
     r"""A backbone that runs another one a fixed number of times, with a cache for each step.
 
     .. math:: z_s = f_\theta(z_{s-1}, x), \quad s = 1, \ldots, S, \qquad
-              F(z, x) = \mathrm{choose}(z_1, \ldots, z_S)
+              F(z, x) = z_S
 
     Step :math:`s` of a token reads step :math:`s` of the tokens before it. So decoding with the
     cache equals the forward pass of the whole sequence, and the cache is :math:`S` times larger.
     All steps are differentiated. ``ExplicitModel(Looped(backbone, steps))`` is a looped
-    transformer. ``steps``, ``choose`` and ``start`` can be changed later.
+    transformer. ``steps`` and ``start`` can be changed later.
 
     Args:
         backbone: the map :math:`f_\theta`. Its input enters every step; all steps share its dropout
             masks.
         steps: how often it runs, :math:`S \ge 1`.
-        choose: combines the states of all steps into the result: a function or module
-            ``(steps, batch, length, d_model) -> (batch, length, d_model)``. Default: the states of
-            the last step.
         start: :math:`z_0`, where the loop begins: ``"input"``, ``"zero"``, a
             :class:`~deqseq.RandomStart`, or states, ``(batch, length, d_model)``. ``"input"`` is
             the state :math:`z`, which an :class:`~deqseq.ExplicitModel` sets to the input.
@@ -262,8 +253,7 @@ class Looped(Backbone[JointCache]):
 
     References:
         Dehghani et al., Universal Transformers, ICLR 2019, arXiv 1807.03819. Zhu et al., Scaling
-        Latent Reasoning via Looped Language Models, 2025, arXiv 2510.25741, whose exit gate is a
-        ``choose``.
+        Latent Reasoning via Looped Language Models, 2025, arXiv 2510.25741.
 
     Example:
         >>> import torch, deqseq as dq
@@ -280,17 +270,16 @@ class Looped(Backbone[JointCache]):
         self,
         backbone: GivenBackbone,
         steps: PositiveInt,
-        choose: Choose | None = None,
         start: Start | Tensor = "input",
     ) -> None:
         super().__init__()
         check_narrow("Looped.backbone", backbone)
         self.d_model = backbone.d_model
-        self.backbone, self.steps, self.choose = backbone, steps, choose
+        self.backbone, self.steps = backbone, steps
         self.start: Start | Tensor = start
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("steps", "choose", "start"):
+        if name in ("steps", "start"):
             check_argument(Looped.__init__, name, value)
         super().__setattr__(name, value)
 
@@ -334,17 +323,11 @@ class Looped(Backbone[JointCache]):
     ) -> tuple[Sequence, tuple[Any, ...] | None]:
         if inputs.start is not None:
             z = inputs.start.contiguous()  # other strides would be compiled again
-        states: list[Tensor] = []
         auxes: list[Any] = []
         for step_cache in parts_of(cache, self.steps, "steps"):
             f = partial(self.backbone, inputs=inputs.inner, cache=step_cache, need_aux=need_aux)
             z, aux = evaluate(f, z, has_aux=True)
             auxes.append(aux)
-            if self.choose is not None:  # without a choice, earlier states need not be kept
-                states.append(z)
-        if self.choose is not None:
-            stack, what = torch.stack(states), "the states of one step"
-            z = returned_by("Looped.choose", self.choose, stack, like=z, what=what).to(z.dtype)
         return z, tuple(auxes) if need_aux else None
 
     def advance(

@@ -214,7 +214,7 @@ def _eigenvalues(
         (pulled,) = torch.autograd.grad(fz, z, v, retain_graph=True, materialize_grads=True)
         return pulled
 
-    start = torch.randn(z.shape, generator=generator).to(z)
+    start = torch.randn(z.shape, generator=generator, device="cpu").to(z)
     if not pullback(start).any():
         with torch.no_grad():
             elsewhere = evaluate(f, z + 0.01 * z.abs().mean() + 0.01, has_aux=True)[0]

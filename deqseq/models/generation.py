@@ -87,7 +87,8 @@ class OneByOne:
         self.cache, stats = output.cache, output.stats
         states = last_real(output.value, self._options.get("mask"))
         if stats is None:
-            return states, torch.zeros(len(x), 3, device=x.device)
+            # not in the default dtype, which may be too narrow for the tokens
+            return states, torch.zeros(len(x), 3, dtype=torch.float32, device=x.device)
         self.evaluations += stats.evaluations
         columns = output.status, stats.iterations.amax(dim=1), stats.updates.sum(dim=1)
         return states, torch.stack(columns, dim=1).float()
@@ -288,6 +289,7 @@ def generate(
         stay &= record.lengths[rows] < max_new_tokens
         if not in_prompt:
             final = counts + stay.astype(int)  # inputs: of these tokens, and of the next one
+            # compared once more, because settle may have replaced the sampler's tokens
             record.count(rows, verdict.updates, _guessed_right(inputs, tokens), final)
         if not stay.any():
             break

@@ -20,7 +20,7 @@ from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.models.padding import Padding
 from deqseq.solution import Call, Outcome, Solution, Status, warn_failed
 from deqseq.solve import Problem
-from deqseq.start import Start, initial_state
+from deqseq.start import Start, check_states, initial_state
 from deqseq.step import Callback, autocast_dtype, check_start, evaluate, in_autocast
 from deqseq.stop import Stop
 from deqseq.tokens import TokenArgs, check_commits, keeps_cache, token_map
@@ -308,6 +308,7 @@ class ImplicitModel(BackboneModel):
     def _check(self, x: Sequence, start: Tensor | None, commits: bool) -> None:
         check_input(x, self.backbone)
         if start is not None:
+            check_start("start", start)
             check_states(start, wide(x, self.backbone.state_width))
         if commits:
             check_commits(self.backbone)
@@ -359,14 +360,6 @@ class ImplicitModel(BackboneModel):
             return False
         inputs = [x for x in tensors if x is not None]
         return any(x.requires_grad for x in (*inputs, *self.parameters()))
-
-
-def check_states(start: Tensor, x: Tensor) -> None:
-    """Refuse states that are not like ``x``."""
-    check_start("start", start)
-    if start.shape != x.shape or start.dtype != x.dtype or start.device != x.device:
-        wanted, got = (f"{t.dtype} {tuple(t.shape)} on {t.device}" for t in (x, start))
-        raise ValueError(f"start must be like the states, {wanted}, got {got}")
 
 
 def wide(x: Sequence, width: int) -> Tensor:

@@ -282,10 +282,6 @@ def _core_of(model: Any) -> dict[str, Any]:
     fields: dict[str, Any] = {name: getattr(model, name, None) for name in ("solve", "eval_solve")}
     backbone = model.backbone
     if isinstance(backbone, Looped):
-        if backbone.choose is not None:
-            raise TypeError(
-                f"a specification cannot name Looped.choose, got {type(backbone.choose).__name__}"
-            )
         fields |= {"steps": backbone.steps, "loop_start": backbone.start}
         backbone = backbone.backbone
     if isinstance(backbone, Injected):

@@ -16,7 +16,9 @@ FLAT = 1e-6
 LOWEST, HIGHEST, RISE = 0.05, 3.0, 1.15  # bounds of a row's limit, and how much it grows
 PATIENCE = 5  # iterations between two checks of a row's progress
 PROGRESS = 0.01  # the least progress between them: one token's residual loses 1 %
-AT_START = HIGHEST, torch.inf, PATIENCE  # a row's limit, level and age
+# a row's limit, level and age: at that age the first step is a check, which only sets the level,
+# because any residual is lower than infinity
+AT_START = HIGHEST, torch.inf, PATIENCE
 
 
 class AdaptiveMemory(NamedTuple):
@@ -86,6 +88,7 @@ class Adaptive(Solver[AdaptiveMemory]):
         return AdaptiveMemory(torch.zeros_like(z0), ones, ones, limit, level, age)
 
     def restart(self, state: AdaptiveMemory, z: State, rows: RowIndex) -> AdaptiveMemory:
+        # as init: from a residual of 0 and a square of 1 the next damping is 1
         pairs = zip(state, (0, 1, 1, *AT_START), strict=True)
         return AdaptiveMemory(*(x.index_fill(0, rows, value) for x, value in pairs))
 

@@ -98,7 +98,7 @@ class Story(Task):
         if unknown or not words:
             names, got = " ".join(self.words), " ".join(unknown) or "none"
             raise ValueError(f"text must have these words, with blanks between: {names}; got {got}")
-        return torch.tensor([self._ids[word] for word in words])
+        return torch.tensor([self._ids[word] for word in words], device="cpu")
 
     @checked
     def decode(self, ids: Int64[Tensor, " length"]) -> str:
@@ -136,7 +136,7 @@ class Story(Task):
 
     def draw(self, batch: int, length: int, generator: torch.Generator) -> WordBatch:
         """Draw stories, and follow them."""
-        drawn = random.Random(int(torch.randint(2**62, (), generator=generator)))
+        drawn = random.Random(int(torch.randint(2**62, (), generator=generator, device="cpu")))
         stories = [self.tell(length, drawn) for _ in range(batch)]
         sizes = [len(" ".join(story).split()) for story in stories]
         for story, size in zip(stories, sizes, strict=True):

@@ -1,11 +1,10 @@
-"""The phases of a run in order, and what a checkpoint holds of them."""
+"""The phases of a run in order."""
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from numbers import Integral, Real
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from deqseq.arguments import Within, check_integer, check_type, checked
 from deqseq.training.phase import Phase
@@ -90,77 +89,6 @@ class Curriculum:
         done = (progress - begin) / (end - begin)
         return self.phases[place].drawn(progress, min(1.0, done))
 
-    def record(self, progress: float | int) -> dict[str, Any]:
-        """What a checkpoint needs for :meth:`resumed`, as JSON: progress, phase and curriculum.
-
-        Args:
-            progress: how much of the run is done, as in :meth:`at`.
-
-        Raises:
-            TypeError: a solver or gradient with a field that is not a plain value, dataclass or
-                function.
-
-        Example:
-            >>> from deqseq.training import free
-            >>> Curriculum((free(),)).record(0.9)["curriculum"]["phase 1 solve.stop.max_steps"]
-            24
-        """
-        number: Any = progress  # may be one of NumPy's
-        return {
-            "phase": self.at(progress).name,
-            "progress": plain_number(number),
-            "curriculum": self._content(),
-        }
-
-    @checked
-    def resumed(self, record: Mapping[str, Any] | None) -> Phase:
-        """The phase of a checkpoint, which must have been trained with this curriculum.
-
-        Args:
-            record: what :meth:`record` gave.
-
-        Raises:
-            ValueError: the checkpoint has no record, or was trained with another curriculum; says
-                what differs.
-
-        Example:
-            >>> from deqseq.training import bounded, free
-            >>> record = Curriculum((bounded(), free(24))).record(0.9)
-            >>> Curriculum((bounded(), free(32))).resumed(record)
-            Traceback (most recent call last):
-            ValueError: the curriculum is not the one that the checkpoint was trained with (phase 2
-            solve.stop.max_steps: 24 -> 32; phase 2 eval_solve.stop.max_steps: 96 -> 128): resume
-            with that one, or begin a new run from these weights
-        """
-        if record is None or not {"progress", "curriculum"} <= record.keys():
-            raise ValueError(
-                "the checkpoint holds no phase: it was saved without "
-                "phase=curriculum.record(progress)"
-            )
-        check_type("the curriculum of record", record["curriculum"], Mapping)
-        trained = {name: repr(value) for name, value in record["curriculum"].items()}
-        current = {name: repr(value) for name, value in self._content().items()}
-        changes = [
-            f"{name}: {trained.get(name, 'nothing')} -> {current.get(name, 'nothing')}"
-            for name in current | trained
-            if trained.get(name) != current.get(name)
-        ]
-        if changes:
-            raise ValueError(
-                "the curriculum is not the one that the checkpoint was trained with "
-                f"({'; '.join(changes)}): resume with that one, or begin a new run from these "
-                "weights"
-            )
-        return self.at(record["progress"])
-
-    def _content(self) -> dict[str, Any]:
-        content: dict[str, Any] = {"unit": self.unit}
-        for place, phase in enumerate(self.phases, 1):
-            for field in fields(phase):
-                name = f"phase {place} {field.name}"
-                content.update(_leaves(name, getattr(phase, field.name)))
-        return content
-
     def _ends(self) -> list[float | int]:
         whole = 1 if self.unit == "fraction" else math.inf
         return [phase.until or whole for phase in self.phases]
@@ -170,27 +98,3 @@ class Curriculum:
             Within("[0, 1]")(f"{name} as a fraction", value)
         else:
             check_integer(f"{name} in {self.unit}", value, 0)
-
-
-def _leaves(path: str, value: object) -> Iterator[tuple[str, Any]]:
-    """Every plain value in a field of a phase, with its path."""
-    if value is None or isinstance(value, bool | str):
-        yield path, value
-    elif isinstance(value, Real):
-        yield path, plain_number(value)
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield f"{path}.class", type(value).__name__
-        for field in fields(value):
-            yield from _leaves(f"{path}.{field.name}", getattr(value, field.name))
-    elif callable(value):  # such as Implicit.report
-        yield path, f"{type(value).__name__} {getattr(value, '__qualname__', '')}".strip()
-    else:
-        raise TypeError(
-            f"a checkpoint cannot hold {path} = {value!r}: it must be plain, a dataclass or a "
-            "function"
-        )
-
-
-def plain_number(value: Real) -> int | float:
-    """A number as JSON has it, also from one of NumPy's."""
-    return int(value) if isinstance(value, Integral) else float(value)

@@ -1,4 +1,4 @@
-"""A number of iterations as a backbone: it is the loop written out, chosen from and exported."""
+"""A number of iterations as a backbone: it is the loop written out, and is exported."""
 
 import pytest
 import torch
@@ -26,9 +26,7 @@ class TestLoopedLlama(BackboneContract):
 
 @unchecked
 class TestLoopedMamba2(BackboneContract):
-    backbone = dq.Looped(
-        contractive_mamba2(n_layers=1), 3, choose=lambda states: states.mean(dim=0)
-    )
+    backbone = dq.Looped(contractive_mamba2(n_layers=1), 3)
 
 
 def states_of(backbone, x, steps, start):
@@ -65,46 +63,23 @@ def test_gradients_are_those_of_the_loop_written_out():
         weights = embedded().flip(1)
         start = dq.RandomStart(0.5, seed=3)
         if looped:
-            loop = dq.Looped(backbone, 3, lambda states: states[1] + states[2], start)
-            value = dq.ExplicitModel(loop)(x).value
+            value = dq.ExplicitModel(dq.Looped(backbone, 3, start))(x).value
         else:
-            states = states_of(backbone, x, 3, start.draw(x))
-            value = states[1] + states[2]
+            value = states_of(backbone, x, 3, start.draw(x))[-1]
         (value * weights).sum().backward()
         results.append([value, x.grad, *(p.grad for p in backbone.parameters())])
     for ours, expected in zip(*results, strict=True):
         assert (ours - expected).abs().max() <= 1e-12
 
 
-def test_a_module_that_chooses_is_trained_and_saved():
-    class Mixed(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weights = torch.nn.Parameter(torch.ones(3, 1, 1, 1).double())
-
-        def forward(self, states):
-            return (self.weights * states).sum(dim=0)
-
-    model = dq.ExplicitModel(dq.Looped(llama(), 3, Mixed()))
-    model(embedded()).value.sum().backward()
-    assert model.backbone.choose.weights.grad.all()
-    assert "backbone.choose.weights" in model.state_dict()
-
-
 @torch.no_grad()
 def test_autocast_keeps_the_dtype_of_the_states():
-    backbone = llama(final_norm=False).float()
+    backbone = affine().float()
     x = embedded().float()
-    dtypes = []
-
-    def last(states):
-        dtypes.append(states.dtype)
-        return states[-1].bfloat16()
-
     with torch.autocast("cpu", torch.bfloat16):
-        value = dq.ExplicitModel(dq.Looped(backbone, 2, last))(x).value
+        assert backbone(x, backbone.prepare(x))[0].dtype == torch.bfloat16
+        value = dq.ExplicitModel(dq.Looped(backbone, 2))(x).value
     assert value.dtype == torch.float32
-    assert dtypes == [torch.float32]
 
 
 @unchecked
@@ -124,7 +99,7 @@ def test_a_loop_that_would_not_see_its_input(start):
     [(llama, "input"), (contractive_mamba2, dq.RandomStart(0.5)), (injected, "zero")],
 )
 def test_it_is_exported(make, start):
-    looped = dq.ExplicitModel(dq.Looped(make(), 3, lambda states: states.mean(dim=0), start))
+    looped = dq.ExplicitModel(dq.Looped(make(), 3, start))
     once = dq.ExplicitModel(llama(injection=False, n_layers=1))
     model = dq.RecurrentDepth(once, looped, once) if make is injected else looped
     model = Logits(dq.CausalLM(11, model).double().eval())
@@ -156,7 +131,6 @@ def test_a_seed_is_not_exported():
     [
         ("steps", 0, ValueError, "an integer >= 1, got 0"),
         ("steps", 2.5, TypeError, "an integer >= 1, got 2.5"),
-        ("choose", "x", TypeError, "a function of 1 argument"),
         ("start", "x", ValueError, "one of .'zero', 'input'"),
     ],
 )
@@ -164,4 +138,4 @@ def test_an_attribute_is_checked_when_it_is_set(name, value, error, message):
     looped = dq.Looped(affine(), 2)
     with pytest.raises(error, match=rf"Looped\.{name} must be {message}"):
         setattr(looped, name, value)
-    assert (looped.steps, looped.choose, looped.start) == (2, None, "input")
+    assert (looped.steps, looped.start) == (2, "input")

@@ -45,6 +45,12 @@ def test_complex_pairs_among_many_smaller_eigenvalues(angle):
     assert (report.backward_error < 1e-3).all()
 
 
+def test_another_default_device_changes_nothing():
+    with torch.device("meta"):
+        report = spectral_radius(lambda z: z / 2, ZEROS)
+    assert report.radius.item() == pytest.approx(0.5)
+
+
 def test_too_few_products_show_in_the_error():
     matrix = symmetric(torch.linspace(-0.9, 0.9, 200, dtype=torch.float64))
     z = ZEROS.expand(1, 200)

@@ -1,4 +1,4 @@
-"""Pretrained Llama and Mamba2: explicit models compute the same, implicit ones first do."""
+"""Pretrained Llama and Mamba2: explicit models of our layers compute the same."""
 
 import json
 import os
@@ -11,14 +11,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import transformers
 
 import deqseq as dq
-from deqseq.integrations.foreign import FROM_INPUT, from_pretrained_model, from_state
+from deqseq.integrations.foreign import from_state
 from deqseq.integrations.foreign.engine import described
 from deqseq.integrations.foreign.pretrained import PRETRAINED
-from deqseq.layers import RotaryScaling, fold_weight_norm, with_weights
+from deqseq.layers import RotaryScaling
 
 IDS = torch.randint(0, 50, (3, 21), generator=torch.Generator().manual_seed(0))
 REAL = torch.arange(21) < torch.tensor([21, 15, 18])[:, None]
-ONCE = dq.Stop.exactly(1)
 ROPE = {
     "rope_type": "llama3",
     "rope_theta": 5000.0,
@@ -54,6 +53,10 @@ def mamba2(**changes):
     return model
 
 
+def converted(theirs):
+    return from_state(theirs.config.to_dict(), theirs.state_dict())
+
+
 BOTH = pytest.mark.parametrize("make", [llama, mamba2])
 MODELS = pytest.mark.parametrize(
     "make",
@@ -82,7 +85,7 @@ class TestExplicit:
     @torch.no_grad()
     def test_logits_whole_and_padded(self, make, side):
         theirs = make()
-        ours = from_pretrained_model(theirs, implicit=False).eval()
+        ours = converted(theirs)
         assert isinstance(ours.model, dq.ExplicitModel)
         assert (ours.head is None) == theirs.config.tie_word_embeddings
         close(ours(IDS).logits, theirs(IDS).logits)
@@ -97,7 +100,7 @@ class TestExplicit:
     def test_cached_decoding_of_a_padded_batch(self, make):
         theirs = make()
         mask = REAL.flip(1)
-        ours = from_pretrained_model(theirs, implicit=False).eval()
+        ours = converted(theirs)
         mine = ours(IDS[:, :15], mask=mask[:, :15], return_cache=True)
         other = theirs(IDS[:, :15], use_cache=True, **given(theirs, mask, 0, 15))
         for t in range(15, 21):
@@ -107,26 +110,19 @@ class TestExplicit:
             close(mine.logits[:, -1], other.logits[:, -1])
 
     @MODELS
-    def test_gradients_and_those_of_one_unrolled_self_iteration(self, make):
+    def test_gradients(self, make):
         theirs = make()
-        explicit = from_pretrained_model(theirs, implicit=False)
-        solve = dq.SolveConfig(stop=ONCE, gradient=dq.Unrolled(), start="input")
-        implicit = from_pretrained_model(theirs, implicit=True, solve=solve)
-        fold_weight_norm(implicit)
-        for model in (theirs, explicit, implicit):
+        explicit = converted(theirs)
+        for model in (theirs, explicit):
             model(IDS, labels=IDS).loss.backward()
         theirs_grad = {name.partition(".")[2]: p.grad for name, p in theirs.named_parameters()}
-        injected = {name: p.grad for name, p in implicit.named_parameters()}
         checked = 0
         for name, parameter in explicit.named_parameters():
-            near(injected.pop(name), parameter.grad)
             other = theirs_grad.get(name.removeprefix("model.backbone."))
             if other is not None:
                 near(parameter.grad, other)
                 checked += 1
         assert checked >= 19
-        assert injected["model.backbone.injection.weight"].norm() > 1e-3
-        assert injected["model.backbone.injection.bias"].norm() > 1e-3
 
 
 def near(gradient, expected, tolerance=1e-4):
@@ -142,41 +138,6 @@ def given(model, mask, start, stop):
     return {"attention_mask": mask[:, :stop].long(), "position_ids": positions}
 
 
-class TestImplicit:
-    @MODELS
-    @torch.no_grad()
-    def test_the_first_self_iteration_is_the_pretrained_model(self, make):
-        theirs = make()
-        mask = REAL.flip(1)
-        explicit = from_pretrained_model(theirs, implicit=False).eval()
-        ours = from_pretrained_model(theirs, implicit=True).eval()
-        assert ours.model.backbone.config.weight_norm
-        assert with_weights(ours).model.backbone.injection.weight.abs().max() == 0
-        # not Sliding, whose later tokens are iterated while the first one is committed
-        for sweep in (dq.Simultaneous(), dq.Chunked(4), dq.Sequential()):
-            output = ours(IDS, sweep=sweep, stop=ONCE)
-            assert (output.stats.iterations == 1).all()
-            close(output.logits, theirs(IDS).logits)
-            padded = ours(IDS, mask=mask, sweep=sweep, stop=ONCE).logits
-            close(padded[mask], explicit(IDS, mask=mask).logits[mask])
-        options = {"max_new_tokens": 6, "mask": mask}
-        tokens = ours.generate(IDS, sweep=dq.Sequential(), stop=ONCE, **options).tokens
-        assert torch.equal(tokens, explicit.generate(IDS, **options).tokens)
-
-    @BOTH
-    def test_the_injection_learns_in_the_default_setting(self, make):
-        lm = from_pretrained_model(make(), implicit=True)
-        losses = []
-        assert lm.model.solve == FROM_INPUT
-        optimizer = torch.optim.AdamW(lm.model.backbone.injection.parameters(), lr=0.01)
-        for _ in range(20):
-            losses.append(lm(IDS, labels=IDS).loss)
-            optimizer.zero_grad()
-            losses[-1].backward()
-            optimizer.step()
-        assert losses[-1] < losses[0] - 0.1
-
-
 def addresses(model):
     return {tensor.data_ptr() for tensor in model.state_dict().values()}
 
@@ -184,13 +145,10 @@ def addresses(model):
 class TestWeights:
     def test_they_are_copies_and_keep_their_dtype(self):
         theirs = mamba2().to(torch.bfloat16)
-        lm = from_pretrained_model(theirs, implicit=True)
+        lm = converted(theirs)
         assert {p.dtype for p in lm.parameters()} == {torch.bfloat16}
         assert all(parameter.requires_grad for parameter in lm.parameters())
-        explicit = from_pretrained_model(theirs, implicit=False)
-        assert addresses(theirs).isdisjoint(addresses(explicit))
-        lm = from_pretrained_model(explicit, implicit=True)
-        assert addresses(explicit).isdisjoint(addresses(lm))
+        assert addresses(theirs).isdisjoint(addresses(lm))
 
     @pytest.mark.parametrize("tied", [True, False])
     @torch.no_grad()
@@ -205,10 +163,7 @@ class TestWeights:
         config |= {"pad_vocab_size_multiple": 16, "tie_embeddings": tied, "fused_add_norm": True}
         expected = theirs(IDS).logits
         assert expected.shape == (3, 21, 64)
-        explicit = from_state(config, weights)
-        close(explicit(IDS).logits, expected)
-        implicit = from_pretrained_model(explicit, implicit=True).eval()
-        close(implicit(IDS, stop=ONCE).logits, expected)
+        close(from_state(config, weights)(IDS).logits, expected)
 
 
 def pretrained_spec(config):
@@ -248,19 +203,6 @@ MODEL = llama()
 STATE = MODEL.state_dict()
 CONFIG = MODEL.config
 HEAD = STATE["lm_head.weight"]
-BAD_CALLS = [
-    (MODEL, {"implicit": False, "solve": FROM_INPUT}, "^leave out solve, or give implicit"),
-    (MODEL, {"solve": dq.SolveConfig()}, r"^solve\.start must be 'input'"),
-    (torch.nn.Linear(1, 1), {}, "model must be a transformers model, got Linear"),
-]
-
-
-@pytest.mark.parametrize(("model", "arguments", "message"), BAD_CALLS)
-def test_arguments_that_cannot_be_honoured_are_named(model, arguments, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        from_pretrained_model(model, **{"implicit": True, **arguments})
-
-
 BAD_STATES = [
     ({"lm_head.weight": HEAD * torch.nan}, r"NaN or infinity in head\.weight$"),
     ({"lm_head.weight": HEAD.to("meta")}, r"^state\['lm_head\.weight'\] .*meta device"),

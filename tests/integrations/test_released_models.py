@@ -7,11 +7,10 @@ import pytest
 import torch
 from integrations.golden import DATA, config, numbers, tensors
 from safetensors.torch import save_file
-from small_models import Logits
 from torch.nn import functional as F
 
 import deqseq as dq
-from deqseq.integrations.foreign import OuroGate, from_pretrained, from_state
+from deqseq.integrations.foreign import from_pretrained, from_state
 
 NAMES = ("huginn", "retrofit_llama", "retrofit_olmo")
 RAVENS = pytest.mark.parametrize("name", NAMES)
@@ -164,12 +163,6 @@ def looped(lm, ids, start):
     return output.logits
 
 
-def reached(threshold):
-    """The loop whose state each token takes, from 1; the last loop ends in any case."""
-    exited = numbers("ouro")["exit_pdf"].cumsum(dim=2)[..., :3]
-    return 1 + (exited < threshold).cumprod(dim=2).sum(dim=2)
-
-
 class TestOuro:
     @torch.no_grad()
     def test_every_loop(self):
@@ -179,84 +172,31 @@ class TestOuro:
             found = loaded("ouro", loop + 1)(golden["input_ids"]).logits
             assert_near(found, golden["loop_logits"][:, :, loop])
 
-    @torch.no_grad()
-    def test_decoding_with_a_cache_per_loop_and_a_choice(self):
-        lm = loaded("ouro", early_exit_threshold=0.5)
+    def test_decoding_with_a_cache_per_loop(self):
         golden = numbers("ouro")
         assert_near(decoded(loaded("ouro"), golden["input_ids"]), golden["decode_logits"])
-        assert_near(decoded(lm, golden["input_ids"]), golden["threshold_0.5_logits"][:, 11:])
-        ids = golden["input_ids"][:, :11]
-        generated = lm.generate(ids, max_new_tokens=6).tokens
-        for _ in range(6):  # without a cache
-            ids = torch.cat([ids, lm(ids).logits[:, -1:].argmax(-1)], dim=1)
-        assert torch.equal(generated, ids[:, 11:])
 
-    @pytest.mark.parametrize("threshold", [1.0, 0.5])
-    def test_training_through_all_loops(self, threshold):
-        """The published loss weighs the loops; that of the chosen states has this gradient."""
-        lm = loaded("ouro", early_exit_threshold=threshold).train()
+    def test_training_through_all_loops(self):
+        lm = loaded("ouro").train()
         ids = numbers("ouro")["input_ids"]
         lm(ids, labels=ids).loss.backward()
         plain = loaded("ouro")
-        states = [plain.embed(ids)]
-        layers = plain.model.backbone.backbone
+        layers, z = plain.model.backbone.backbone, plain.embed(ids)
         for _ in range(4):
-            states.append(layers(states[-1], layers.prepare(states[-1]))[0])
-        loops = reached(threshold) if threshold < 1 else torch.full_like(ids, 4)
-        chosen = sum((loops == loop)[..., None] * state for loop, state in enumerate(states))
-        F.cross_entropy(plain.logits(chosen)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
-        wanted = dict(plain.named_parameters())
-        frozen = []
-        for key, parameter in lm.named_parameters():
-            if parameter.requires_grad:
-                assert_near(parameter.grad, wanted[key].grad)
-            else:
-                frozen.append(key)
-        assert frozen == [f"model.backbone.choose.linear.{part}" for part in ("weight", "bias")]
+            z = layers(z, layers.prepare(z))[0]
+        F.cross_entropy(plain.logits(z)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        for ours, wanted in zip(lm.parameters(), plain.parameters(), strict=True):
+            assert_near(ours.grad, wanted.grad)
 
-    @pytest.mark.parametrize("threshold", [0.5, 0.8, 1.0])
-    @torch.no_grad()
-    def test_the_gate_of_the_configuration_chooses(self, threshold):
-        golden = numbers("ouro")
-        lm = loaded("ouro", early_exit_threshold=threshold)
-        gate = lm.model.backbone.choose
-        name = "eval_logits" if threshold == 1 else f"threshold_{threshold}_logits"
-        assert_near(lm(golden["input_ids"]).logits, golden[name])
-        assert_near(gate.linear(golden["states"])[..., 0], golden["gate_logits"])
-        assert torch.equal(gate.loops(golden["states"].movedim(2, 0)), reached(threshold))
-        assert threshold == 1 or len(reached(threshold).unique()) > 1
-
-    @torch.no_grad()
-    def test_the_gate_itself(self):
-        gate = loaded("ouro").model.backbone.choose
-        states = numbers("ouro")["states"].movedim(2, 0)
-        assert torch.equal(gate(states[:1]), states[0])  # one loop: there is nothing to choose
-        gate.threshold = 0.0
-        assert torch.equal(gate(states), states[0])
-        certain = OuroGate(torch.nn.Linear(24, 1).double())
-        certain.linear.bias.fill_(1e4)
-        assert torch.equal(certain(states), states[-1])  # although its probabilities are 1
-        for linear in (torch.nn.Linear(4, 1).double(), torch.nn.Linear(24, 1)):
-            with pytest.raises(ValueError, match=r"OuroGate\.linear cannot take"):
-                OuroGate(linear, 0.5)(states)
-
-    @torch.no_grad()
-    def test_without_a_gate(self):
-        state = {name: x for name, x in tensors("ouro").items() if "early_exit_gate" not in name}
-        lm = from_state(config("ouro"), state)
-        assert lm.model.backbone.choose is None
-        assert_near(lm(numbers("ouro")["input_ids"]).logits, numbers("ouro")["eval_logits"])
-        with pytest.raises(ValueError, match=r"Missing key.*choose\.linear\.bias"):
-            from_state(config("ouro") | {"early_exit_threshold": 0.5}, state)
-
-
-@pytest.mark.filterwarnings("ignore")
-@torch.no_grad()
-def test_a_gate_is_exported():
-    lm = loaded("ouro", 3, early_exit_threshold=0.5)
-    ids = numbers("ouro")["input_ids"]
-    exported = torch.export.export(Logits(lm), (ids,), strict=False).module()
-    assert_near(exported(ids), lm(ids).logits, 1e-12)
+    def test_the_gate_is_left_out(self):
+        """At a threshold of 1 it chooses nothing."""
+        lm = loaded("ouro")
+        assert not any("gate" in name.replace("gate_proj", "") for name in lm.state_dict())
+        without = {n: x for n, x in tensors("ouro").items() if "early_exit_gate" not in n}
+        assert len(without) == len(tensors("ouro")) - 2
+        again = from_state(config("ouro"), without)
+        for one, other in zip(lm.parameters(), again.parameters(), strict=True):
+            assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("name", [*NAMES, "ouro"])
@@ -284,7 +224,7 @@ def test_a_folder_is_loaded(tmp_path, name):
         ("huginn", {"test_time_noise": 0.1}, "test_time_noise.*0.1"),
         ("retrofit_olmo", {"initial_state_mode": "embed-init"}, "initial_state_mode.*embed-init"),
         ("retrofit_llama", {"rope_scaling": {"rope_type": "yarn"}}, "rope_type.*yarn"),
-        ("ouro", {"early_exit_threshold": -0.5}, r"threshold.*\[0, 1\].*-0\.5"),
+        ("ouro", {"early_exit_threshold": 0.5}, r"'early_exit_threshold' must be 1\.0, got 0\.5"),
     ],
 )
 def test_what_is_not_computed_here_is_refused(name, changes, message):

@@ -433,6 +433,21 @@ def test_a_window_does_not_reach_beyond_the_last_token(mamba):
     assert torch.equal(wide.updates, narrow.updates)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_default_dtype_rounds_no_token(dtype):
+    """float16 cannot hold odd numbers above 2048, and bfloat16 above 256."""
+    model = MODELS["explicit"]()
+    torch.manual_seed(3)
+    lm = dq.CausalLM(50000, model, embedding_std=1.0).double().eval()
+    exact = lm.generate(PROMPT, max_new_tokens=4).tokens
+    torch.set_default_dtype(dtype)
+    try:
+        found = lm.generate(PROMPT, max_new_tokens=4).tokens
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, exact)
+
+
 def test_a_generation_is_printed_without_its_tensors(mamba):
     generation = mamba.generate(PROMPT, max_new_tokens=5)
     rows = len(PROMPT)

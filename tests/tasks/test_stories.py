@@ -9,6 +9,16 @@ import torch
 from deqseq.tasks import Balls, Programs
 
 
+def test_stories_are_told_on_the_cpu_whatever_device_is_the_default():
+    expected = Balls().fixed(2, 3, seed=0)
+    with torch.device("meta"):
+        batch = Balls().fixed(2, 3, seed=0)
+        ids = Balls().encode("where is 1 ?")
+    assert torch.equal(batch.inputs, expected.inputs)
+    assert torch.equal(batch.targets, expected.targets)
+    assert Balls().decode(ids) == "where is 1 ?"
+
+
 def told(task, length=9, rows=40):
     """Stories as text, their targets, and what the task says of them."""
     batch = task.fixed(rows, length, seed=3)

@@ -1,6 +1,5 @@
-"""Phases of a curriculum: which is in force, what it does to a model, and its record."""
+"""Phases of a curriculum: which is in force, and what it does to a model."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -120,43 +119,6 @@ def test_models_inside_others_and_explicit_ones():
 def test_bad_curricula_are_named(phases, unit, message):
     with pytest.raises((TypeError, ValueError), match=message):
         Curriculum(phases, unit)
-
-
-def test_the_record_is_json_and_is_accepted_again():
-    last = Phase("free", None, dq.SolveConfig(gradient=dq.Implicit(report=print)))
-    curriculum = Curriculum((unrolled(until=5), last), "steps")
-    record = json.loads(json.dumps(curriculum.record(5)))
-    assert record["phase"] == "free"
-    assert record["progress"] == 5
-    content = record["curriculum"]
-    assert content["unit"] == "steps"
-    assert content["phase 1 solve.gradient.class"] == "Unrolled"
-    assert content["phase 2 solve.gradient.solver.class"] == "Anderson"
-    assert curriculum.resumed(record) == curriculum.phases[1]
-
-
-ONE_STEP = replace(free(), solve=replace(free().solve, gradient=dq.OneStep()))
-
-
-@pytest.mark.parametrize(
-    ("curriculum", "change"),
-    [
-        (Curriculum((bounded(until=0.7), free())), "phase 1 until: 0.8 -> 0.7"),
-        (Curriculum((free(),)), "phase 2 name: 'free' -> nothing"),
-        (Curriculum((bounded(until=3), free()), "steps"), "unit: 'fraction' -> 'steps'"),
-        (Curriculum((bounded(), ONE_STEP)), "solve.gradient.steps: 4 -> nothing"),
-    ],
-)
-def test_another_curriculum_is_refused_and_the_difference_named(curriculum, change):
-    message = rf"^the curriculum is not the one that the checkpoint was trained with .*{change}"
-    with pytest.raises(ValueError, match=message):
-        curriculum.resumed(PAPER.record(0.5))
-
-
-@pytest.mark.parametrize("record", [None, {}, {"phases": []}])
-def test_a_checkpoint_without_a_record_is_refused(record):
-    with pytest.raises(ValueError, match=r"saved without phase=curriculum.record\(progress\)"):
-        PAPER.resumed(record)
 
 
 def test_a_phase_keeps_how_its_base_measures():

@@ -1,15 +1,10 @@
 """Models of other libraries, described by tables that one engine reads."""
 
 from deqseq.integrations.foreign.files import from_pretrained, from_state
-from deqseq.integrations.foreign.pretrained import FROM_INPUT, from_pretrained_model
-from deqseq.integrations.foreign.recurrent_depth import OuroGate
 from deqseq.integrations.foreign.reference import from_reference_config, to_reference_state
 
 __all__ = [
-    "FROM_INPUT",
-    "OuroGate",
     "from_pretrained",
-    "from_pretrained_model",
     "from_reference_config",
     "from_state",
     "to_reference_state",

@@ -7,7 +7,7 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deqseq.arguments import (
     Between,
@@ -147,20 +147,20 @@ class Foreign(NamedTuple):
     """What a configuration describes.
 
     ``rules`` replace patterns in our names of tensors by theirs. Where their tensor is more than
-    ours, ``slices`` take ours from it, by the end of our name. ``choose`` is that of a
-    :class:`deqseq.Looped`.
+    ours, ``slices`` take ours from it, by the end of our name.
     """
 
     spec: LanguageModelSpec
     rules: Mapping[str, str] = {}
     slices: Mapping[str, Callable[[Tensor], Tensor]] = {}
-    choose: nn.Module | None = None
 
 
 Reader = Callable[[Fields, Weights], Foreign]
 
-_COMPUTED = re.compile(r"(^freqs_cis|\.rotary_emb\.inv_freq)$")
-"""Tensors in older files that follow from the configuration."""
+_UNUSED = re.compile(r"(^freqs_cis|\.rotary_emb\.inv_freq|^model\.early_exit_gate\.(weight|bias))$")
+"""Tensors that follow from the configuration, in older files; the gate of Ouro, which chooses the
+last loop at the only threshold that is read.
+"""
 
 
 def described(config: Mapping[str, Any], state: Weights, readers: Mapping[str, Reader]) -> Foreign:
@@ -187,10 +187,7 @@ def loaded(foreign: Foreign, state: Weights) -> CausalLM:
     """
     with torch.device("meta"):
         lm = foreign.spec.build()
-    if foreign.choose is not None:
-        backbone: Any = lm.model.backbone
-        backbone.choose = foreign.choose
-    unexpected = {name: x for name, x in state.items() if not _COMPUTED.search(name)}
+    unexpected = {name: x for name, x in state.items() if not _UNUSED.search(name)}
     ours: dict[str, Tensor] = {}
     for name in lm.state_dict():
         their_name = foreign_name(name, foreign.rules)

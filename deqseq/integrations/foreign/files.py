@@ -40,10 +40,10 @@ def from_pretrained(
       within 4 times its mean depth, from zero. With ``steps`` it runs as its authors do: that many
       times, from random states, with a cache for each step.
     - Ouro becomes an :class:`deqseq.ExplicitModel` of a :class:`deqseq.Looped` stack, for it has no
-      fixed point. Its gate, an :class:`OuroGate`, is ``lm.model.backbone.choose``.
+      fixed point. Its gate is left out: at the threshold of the released files, 1, every token
+      takes the last loop.
     - Models of the paper's reference code are solved as there, see :func:`from_reference_config`;
-      Llama and Mamba2, transformers' or mamba_ssm's, are explicit, see
-      :func:`from_pretrained_model`.
+      Llama and Mamba2, transformers' or mamba_ssm's, are explicit and compute what those do.
 
     Args:
         folder_or_name: a folder, or a name on the hub, such as ``"tomg-group-umd/huginn-0125"``.
@@ -81,10 +81,11 @@ def from_state(
     state: Mapping[str, Tensor],
     steps: PositiveInt | None = None,
 ) -> CausalLM:
-    """The same from a parsed ``config.json`` and a state dict.
+    """The same from a parsed ``config.json`` and a state dict, such as those of a loaded model.
 
     Args:
-        config: the configuration, as its own library writes it.
+        config: the configuration, as its own library writes it: ``model.config.to_dict()`` of
+            transformers, ``vars(model.config)`` of mamba_ssm.
         state: the tensors, under its own names; they are copied.
         steps: as in :func:`from_pretrained`.
 

@@ -1,36 +1,20 @@
-"""Pretrained Llama and Mamba2 weights in explicit models, and at the start of implicit ones."""
+"""Pretrained Llama and Mamba2 weights in explicit models."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import nn
-
-from deqseq.arguments import checked
 from deqseq.backbones import LlamaConfig, Mamba2Config
-from deqseq.config import SolveConfig
-from deqseq.gradients import Phantom
 from deqseq.integrations.foreign.engine import (
     Fields,
     Foreign,
     Only,
     Table,
     Weights,
-    described,
-    loaded,
     only,
     unused,
 )
-from deqseq.layers import RotaryScaling, apply_weight_norm
-from deqseq.models import CausalLM, LanguageModelSpec
-from deqseq.models.specification import specification_of
-from deqseq.stop import Stop
-
-FROM_INPUT = SolveConfig(
-    stop=Stop(rtol=0.05, max_steps=4), gradient=Phantom(steps=1), start="input"
-)
-"""For the beginning of fine-tuning: up to 4 iterations from the embedded tokens, 1 phantom step."""
+from deqseq.layers import RotaryScaling
+from deqseq.models import LanguageModelSpec
 
 LIBRARY = unused("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
 """What libraries write into each of their files."""
@@ -108,100 +92,6 @@ _ROPE_SCALING: Table = {
     "high_freq_factor": float,
     "original_max_position_embeddings": ("original_length", int),
 }
-
-
-@checked
-def from_pretrained_model(
-    model: nn.Module, *, implicit: bool, solve: SolveConfig | None = None
-) -> CausalLM:
-    r"""A language model with the weights of a pretrained one.
-
-    An explicit one computes what the pretrained one does. An implicit one has the same layers, with
-    the same weights, normalised as in the paper, and an injection whose weights are zero; its
-    iteration starts at the embedded tokens :math:`e`, so that the first iteration is the pretrained
-    model,
-
-    .. math:: z^{(1)} = f(e, u) = f(e, 0), \qquad u = W\, \mathrm{RMSNorm}(e) + b, \quad
-              W = 0,\ b = 0.
-
-    Further iterations feed the layers with their own output, for which they were never trained, and
-    as long as the injection is zero the tokens enter only by the start. So train the model before
-    you use it.
-
-    Args:
-        model: a ``LlamaForCausalLM`` (grouped heads, Llama 3.x frequencies, tied head or not),
-            ``Mamba2ForCausalLM`` or mamba_ssm's ``MambaLMHeadModel``; or the explicit model that
-            :func:`from_pretrained` makes of their files.
-        implicit: whether to make an implicit model.
-        solve: how an implicit model is solved; its ``start`` must be ``"input"``. Default:
-            :data:`FROM_INPUT`.
-
-    Returns:
-        The model, with copies of the weights in their own dtypes; a new injection has the dtype of
-        the embedding.
-
-    Raises:
-        TypeError: not a pretrained model.
-        ValueError: a configuration that deqseq does not compute; missing or unexpected tensors, or
-            some of another shape; a start at zero; or how to solve an explicit model.
-
-    Example:
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> sizes = {
-        ...     "hidden_size": 16,
-        ...     "intermediate_size": 32,
-        ...     "num_attention_heads": 2,
-        ...     "num_hidden_layers": 1,
-        ... }
-        >>> theirs = LlamaForCausalLM(LlamaConfig(vocab_size=10, **sizes))
-        >>> ours = from_pretrained_model(theirs, implicit=True).eval()
-        >>> ids = torch.tensor([[1, 2, 3]])
-        >>> with torch.no_grad():
-        ...     logits = ours(ids, stop=Stop.exactly(1)).logits
-        ...     torch.allclose(logits, theirs(ids).logits, atol=1e-5)
-        True
-    """
-    if solve is not None and not implicit:
-        raise ValueError("leave out solve, or give implicit=True: an explicit model runs as it is")
-    if solve is not None and solve.start != "input":
-        raise ValueError(
-            f"solve.start must be 'input', got {solve.start!r}: the new injection is zero, and "
-            "from zero the output would not depend on the tokens"
-        )
-    lm = model
-    if not isinstance(lm, CausalLM):
-        config: Any = getattr(model, "config", None)
-        if config is None:
-            raise TypeError(
-                f"model must be a transformers model, got {type(model).__name__}: "
-                "load it first, as AutoModelForCausalLM.from_pretrained(name)"
-            )
-        content = vars(config)
-        if "ssm_cfg" not in content:  # a configuration of transformers, not of mamba_ssm
-            content = config.to_dict()
-        state = model.state_dict()
-        lm = loaded(described(content, state, PRETRAINED), state)
-    return _implicit(lm, solve or FROM_INPUT) if implicit else lm
-
-
-def _implicit(explicit: CausalLM, solve: SolveConfig) -> CausalLM:
-    """The same layers with an injection that adds nothing.
-
-    The norm of the injection is the identity, its weights and bias are zero.
-    """
-    spec = specification_of(explicit)
-    with torch.device("meta"):
-        lm = replace(spec, backbone=replace(spec.backbone, injection=True), solve=solve).build()
-    state = {name: x.clone() for name, x in explicit.state_dict().items()}
-    for name, x in lm.state_dict().items():
-        if name not in state:
-            value = 1 if "norm" in name else 0
-            state[name] = explicit.embedding.weight.new_full(x.shape, value)
-    lm.load_state_dict(state, assign=True)
-    layers: Any = lm.model.backbone
-    apply_weight_norm(layers)
-    layers.config = replace(layers.config, weight_norm=True)
-    return lm
 
 
 def explicit(

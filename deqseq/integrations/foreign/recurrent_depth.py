@@ -3,16 +3,11 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated
 
-import torch
 from einops import rearrange
-from jaxtyping import Float, Int64
-from torch import Tensor, nn
+from torch import Tensor
 
-from deqseq.arguments import Within, checked
 from deqseq.backbones import LlamaConfig
-from deqseq.backbones.base import returned_by
 from deqseq.config import SolveConfig
 from deqseq.gradients import Unrolled
 from deqseq.integrations.foreign.engine import Fields, Foreign, Only, Table, Weights, only
@@ -21,7 +16,6 @@ from deqseq.models import LanguageModelSpec
 from deqseq.solvers import Naive
 from deqseq.start import RandomStart
 from deqseq.stop import Stop
-from deqseq.types import float32_at_least
 
 _RAVEN: Table = {
     "n_embd": ("d_model", int),
@@ -133,89 +127,20 @@ def _raven_slices(config: LlamaConfig, paired: bool) -> dict[str, Callable[[Tens
     }
 
 
-class OuroGate(nn.Module):
-    r"""Ouro's choice among the states of its loops, the ``choose`` of a :class:`deqseq.Looped`.
-
-    .. math:: \lambda_s = \sigma(\mathrm{linear}(z_s)), \qquad
-              1 - \prod_{j \le s} (1 - \lambda_j) \ge \mathrm{threshold}
-
-    Each token takes the first loop at which the probability of having exited reaches the threshold,
-    or else the last. All loops run in any case, as in the authors' code, because later tokens
-    attend to every loop.
-
-    Args:
-        linear: maps states ``(..., d_model)`` to a number before the sigmoid, ``(..., 1)``. Its
-            weights are frozen: no gradient reaches them through a choice, for which DDP would wait.
-        threshold: an attribute that can be changed. At 1 every token takes the last loop.
-
-    References:
-        Zhu et al., Scaling Latent Reasoning via Looped Language Models, 2025, arXiv 2510.25741.
-
-    Example:
-        >>> gate = OuroGate(nn.Linear(8, 1), threshold=0.8)
-        >>> states = torch.randn(4, 2, 5, 8)  # of four loops
-        >>> gate(states).shape, gate.loops(states).shape
-        (torch.Size([2, 5, 8]), torch.Size([2, 5]))
-    """
-
-    @checked
-    def __init__(
-        self, linear: nn.Module, threshold: Annotated[float, Within("[0, 1]")] = 1.0
-    ) -> None:
-        super().__init__()
-        self.linear = linear.requires_grad_(False)
-        self.threshold = threshold
-
-    def forward(
-        self, states: Float[Tensor, "loops batch length d_model"]
-    ) -> Float[Tensor, "batch length d_model"]:
-        """The state of each token, from those after each loop.
-
-        ``states`` are ``(loops, batch, length, d_model)``.
-        """
-        index = self.loops(states)[None, ..., None] - 1
-        return states.gather(0, index.expand(1, *states.shape[1:]))[0]
-
-    def loops(
-        self, states: Float[Tensor, "loops batch length d_model"]
-    ) -> Int64[Tensor, "batch length"]:
-        """The loop whose state each token takes, from 1; ``states`` as in :meth:`forward`,
-        ``(loops, batch, length, d_model)``.
-        """
-        if self.threshold == 1:  # a probability can underflow
-            return torch.full(states.shape[1:3], len(states), device=states.device)
-        earlier = states[:-1]
-        logits = returned_by(
-            "OuroGate.linear",
-            self.linear,
-            earlier,
-            like=earlier[..., :1],
-            what="one number of each state",
-        )
-        wide = logits[..., 0].to(float32_at_least(logits))
-        stays = torch.sigmoid(-wide).cumprod(dim=0)  # falls from loop to loop
-        return 1 + (stays > 1 - self.threshold).sum(dim=0)
-
-
 _OURO: Table = {
     **LLAMA,
     "total_ut_steps": ("steps", int),
     "num_attention_heads": ("n_heads", int),
     "rms_norm_eps": ("norm_eps", float),
     "use_sliding_window": Only(False, None),
+    "early_exit_threshold": Only(1.0),  # every token takes the last loop
 }
 
 
 def _ouro(fields: Fields, state: Weights) -> Foreign:
     """A stack and its norm, iterated from the embedding."""
     sizes = fields.take(_OURO) | rotary(fields) | {"norms": "sandwich", "float32_rotary": False}
-    threshold = fields.read("early_exit_threshold", 1.0)
-    gate = None
-    if threshold < 1 or "model.early_exit_gate.weight" in state:
-        gate = OuroGate(nn.Linear(sizes["d_model"], 1, device="meta"), min(threshold, 1.0))
-    stack = explicit(LlamaConfig, sizes, "model.embed_tokens.", "model.")
-    rules = {**stack.rules, r"^model\.choose\.linear\.": "model.early_exit_gate."}
-    return stack._replace(rules=rules, choose=gate)
+    return explicit(LlamaConfig, sizes, "model.embed_tokens.", "model.")
 
 
 RECURRENT = {"huginn_raven": _raven, "ouro": _ouro}

@@ -1,6 +1,7 @@
 """The tokens of a call and those before it: the cache, masks, positions, packed sequences."""
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -16,7 +17,7 @@ from deqseq.config import SolveFields
 from deqseq.models.output import ModelOutput
 from deqseq.rows import take
 from deqseq.solution import Outcome, SolveStats
-from deqseq.types import Mask
+from deqseq.types import Mask, RowIndex
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,12 @@ class ImplicitCache(TransformersCache):
         self._rows = len(chosen)
         chosen = chosen.to(self.value.tensors()[0].device)
         self.value, self.mask = take((self.value, self.mask), chosen)
+
+    def take_rows(self, rows: RowIndex) -> "ImplicitCache":
+        """A cache of the given ``rows``, ``(rows,)``; ``solves`` stay those of the whole calls."""
+        taken = copy(self)
+        taken.batch_select_indices(rows)
+        return taken
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Continue with each row repeated so many times."""

@@ -1,8 +1,10 @@
 """Callbacks for the Trainer of transformers: a curriculum, and what is logged of the solves."""
 
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from difflib import unified_diff
 from typing import Any
 
 import torch
@@ -23,9 +25,10 @@ class CurriculumCallback(TrainerCallback, ExportableState):
     is.
 
     The phase is chosen, and its budget drawn if it has a ``depth``, before every step. The
-    Trainer's checkpoints contain it: a resumed run continues in its phase with the same draws, and
-    resuming with another curriculum is an error. The configuration says how the model is solved,
-    without draws between steps, so that a checkpoint is loaded as the model that was trained.
+    Trainer's checkpoints contain the curriculum: a resumed run continues in its phase with the same
+    draws, and resuming with another curriculum is an error. The configuration says how the model is
+    solved, without draws between steps, so that a checkpoint is loaded as the model that was
+    trained.
 
     Args:
         curriculum: the phases; or their JSON, as the Trainer finds it in a checkpoint with
@@ -38,8 +41,8 @@ class CurriculumCallback(TrainerCallback, ExportableState):
     Example:
         >>> from deqseq.training import bounded, free
         >>> callback = CurriculumCallback(Curriculum((bounded(), free(24))))
-        >>> callback.state()["attributes"]["saved"]["phase"]
-        'bounded'
+        >>> callback.state()["args"]["curriculum"]["unit"]
+        'fraction'
 
         ``Trainer(model, arguments, train_dataset=..., callbacks=[callback])``
     """
@@ -47,14 +50,13 @@ class CurriculumCallback(TrainerCallback, ExportableState):
     @checked
     def __init__(self, curriculum: Curriculum | Mapping[str, Any]) -> None:
         self.curriculum: Curriculum = from_json("curriculum", curriculum, "curriculum")
-        self.saved = self.curriculum.record(0)
         # what a checkpoint cannot name is refused before training
         self._json = to_json(self.curriculum)
         self._phase: Phase | None = None
 
     def state(self) -> dict[str, Any]:
         """What the Trainer writes into ``trainer_state.json``."""
-        return {"args": {"curriculum": self._json}, "attributes": {"saved": self.saved}}
+        return {"args": {"curriculum": self._json}, "attributes": {}}
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         """Enter the phase; ValueError for another curriculum than the checkpoint's, or tokens that
@@ -69,7 +71,7 @@ class CurriculumCallback(TrainerCallback, ExportableState):
         # a run that began without this callback has no entry, and the Trainer only fills those
         # that exist
         entry = states.setdefault(type(self).__name__, self.state())
-        self.curriculum.resumed(entry["attributes"]["saved"])
+        self._check_same(entry["args"]["curriculum"])
         self._phase = None
         self._enter(kwargs["model"], state)
 
@@ -78,12 +80,23 @@ class CurriculumCallback(TrainerCallback, ExportableState):
         self._enter(kwargs["model"], state)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        """Record the progress for a checkpoint after this step; a drawn budget ends
-        with its step.
-        """
-        self.saved = self.curriculum.record(self._progress(state))
+        """End a drawn budget with its step."""
         if self._phase is not None and self._phase.depth is not None:
             replace(self._phase, depth=None).apply(kwargs["model"])
+
+    def _check_same(self, trained: Any) -> None:
+        """Refuse another curriculum than the ``trained`` one, a checkpoint's JSON."""
+        if trained == self._json:
+            return
+        old, new = (  # the Trainer sorts its file
+            json.dumps(curriculum, indent=1, sort_keys=True).splitlines()
+            for curriculum in (trained, self._json)
+        )
+        changes = "\n".join(unified_diff(old, new, "checkpoint", "this run", lineterm=""))
+        raise ValueError(
+            "the curriculum is not the one that the checkpoint was trained with: resume with that "
+            f"one, or begin a new run from these weights\n{changes}"
+        )
 
     def _enter(self, model: nn.Module, state: TrainerState) -> None:
         progress = self._progress(state)
@@ -95,7 +108,6 @@ class CurriculumCallback(TrainerCallback, ExportableState):
         if phase != self._phase:
             amount = f"{self.curriculum.unit}: {progress}"
             log.info("phase %r from step %d (%s)", phase.name, state.global_step, amount)
-            self.saved = self.curriculum.record(progress)
             self._phase = phase
 
     def _progress(self, state: TrainerState) -> float | int:

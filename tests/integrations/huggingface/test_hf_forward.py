@@ -1,5 +1,7 @@
 """The call of every family: the core's numbers, padding, caches, and what is refused."""
 
+from copy import copy
+
 import pytest
 import torch
 from hf_models import EVERY, EXPLICIT, IDS, LEFT, close, made
@@ -72,6 +74,25 @@ class TestNumbers:
         assert len(states) == 2
         assert torch.equal(states[0], embedded)
         assert torch.equal(model.lm_head(states[-1]), whole.logits)
+
+    @EVERY
+    @torch.no_grad()
+    def test_rows_are_taken_of_outputs_caches_and_solves(self, kind):
+        model, order = made(kind), torch.tensor([2, 0])
+        output = model(IDS, use_cache=True, labels=IDS)
+        taken = dq.take(output, order)
+        assert type(taken) is type(output)
+        assert taken.loss is None
+        assert torch.equal(taken.logits, output.logits[order])
+        assert (taken.cache.batch_size, output.cache.batch_size) == (2, 3)
+        next_ids = IDS[:, :1]
+        expected = model(next_ids, cache=copy(output.cache)).logits[order]
+        close(model(next_ids[order], cache=taken.cache).logits, expected)
+        states = dq.take(model.model(IDS, use_cache=True), order)
+        assert states.last_hidden_state.shape == (2, 7, 8)
+        for one in (output, *output.cache.solves):
+            steps, part = (x.stats and x.stats.iterations for x in (one, dq.take(one, order)))
+            assert steps is part is None or torch.equal(part, steps[order])
 
     @torch.no_grad()
     def test_an_explicit_model_is_exported(self):

@@ -54,9 +54,7 @@ def joined(mlp_width=0, injection="add", **fields):
 
 
 def ouro():
-    """Three steps of the layers, without a gate."""
-    stack = dq.Llama(dq.LlamaConfig(8, 2, 2, norms="sandwich", weight_norm=False, injection=False))
-    return dq.CausalLM(37, dq.ExplicitModel(dq.Looped(stack, 3)), 0.5).double().eval()
+    return from_state(config("ouro"), tensors("ouro"))
 
 
 def huginn():
@@ -211,10 +209,7 @@ def test_a_part_that_a_configuration_cannot_name_is_refused(make, part, value, m
         from_causal_lm(lm)
 
 
-def test_an_injection_and_a_gate_that_a_configuration_cannot_name_are_refused():
+def test_an_injection_that_a_configuration_cannot_name_is_refused():
     injection = type("Half", (dq.AddInjection,), {})()
     with pytest.raises(TypeError, match=r"cannot name Half \(known: concat, "):
         from_causal_lm(retrofitted(injection=injection))
-    gated = dq.Looped(dq.Affine(8), 2, nn.Identity())
-    with pytest.raises(TypeError, match=r"Looped\.choose"):
-        from_causal_lm(dq.CausalLM(13, dq.ExplicitModel(gated)))
