@@ -235,7 +235,7 @@ class AllTokens(Found):
         batch, tokens = len(problem.z0), math.prod(problem.z0.shape[1:-1])
         super().__init__(problem, tokens, tokens, tokens)
         self.args, self.evaluations_alone = problem.args, 0
-        self.ended = np.zeros(batch, dtype=bool)  # of the rows that are evaluated
+        self.ended = np.zeros(batch, dtype=bool)  # whether each row in z has
         self.status = np.full(batch, int(Status.MAX_STEPS_REACHED))
         self.iterations, self.updates = np.zeros((2, batch), dtype=np.int64)
         self.stored: Any = None  # value and aux, from the first removal of rows on
@@ -267,8 +267,8 @@ class AllTokens(Found):
             return False
         passed, sound = passed.all(axis=1), sound.all(axis=1)
         if self.none_removed:  # a row goes on if others have moved it, as a mean over them does
-            again = rows[(self.status[rows] == Status.CONVERGED) & ~passed]
-            self.running[again], self.status[again] = True, Status.MAX_STEPS_REACHED
+            resumed = rows[(self.status[rows] == Status.CONVERGED) & ~passed]
+            self.running[resumed], self.status[resumed] = True, Status.MAX_STEPS_REACHED
         ends_now = self.running[rows] & (last | passed | ~sound)
         self.status[rows[ends_now & passed]] = Status.CONVERGED
         self.status[rows[ends_now & ~sound]] = Status.DIVERGED
