@@ -156,7 +156,9 @@ def test_a_map_may_fill_one_buffer_again():
         solve(f, 0 * rate, args=rate)
 
 
-@pytest.mark.filterwarnings("ignore:.*jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*jit.trace:DeprecationWarning", "ignore:.*jit.trace:FutureWarning"
+)
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_tracing_keeps_one_run_of_the_loop_so_a_tolerance_is_refused():
     def solved(x):
