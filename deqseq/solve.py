@@ -266,7 +266,8 @@ class AllTokens(Found):
         if not checks:
             return False
         passed, sound = passed.all(axis=1), sound.all(axis=1)
-        if self.none_removed:  # a row goes on if others have moved it, as a mean over them does
+        if self.none_removed and self.releases:
+            # a row goes on if others have moved it, as a mean over them does
             resumed = rows[(self.status[rows] == Status.CONVERGED) & ~passed]
             self.running[resumed], self.status[resumed] = True, Status.MAX_STEPS_REACHED
         ends_now = self.running[rows] & (last | passed | ~sound)
