@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import jaxtyping
 import pytest
 import torch
+from _pytest.doctest import DoctestItem
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that a test starts
@@ -30,6 +31,13 @@ UNCHECKED = {
 }
 """Folders whose tests run without the checks of shapes: the core's tests call the same with them.
 """
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A docstring's example imports all that it uses, because readers copy it."""
+    for item in items:
+        if isinstance(item, DoctestItem):
+            item.dtest.globs = {}
 
 
 _checked: set[str] = set()  # tests of which a case has run

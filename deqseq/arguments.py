@@ -315,6 +315,7 @@ def checked(target: T) -> T:
 
     Example:
         >>> from typing import Annotated
+        >>> from deqseq.arguments import Between, checked
         >>> @checked
         ... def repeat(text: str, times: Annotated[int, Between(1)] = 2) -> str:
         ...     return text * times

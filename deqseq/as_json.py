@@ -55,7 +55,8 @@ def to_json(value: Any) -> Any:
 
     Args:
         value: a solver, gradient, stopping rule, sweep, :class:`deqseq.SolveConfig`, curriculum,
-            phase, or the sizes of a backbone; numbers, strings and None stay as they are.
+            phase, or the sizes of a backbone; numbers, strings and None stay as they are. Of a
+            :class:`deqseq.LanguageModelSpec`, pass the fields, one at a time.
 
     Returns:
         What :func:`from_json` turns into an equal object.
@@ -64,6 +65,8 @@ def to_json(value: Any) -> Any:
         TypeError: a class, or the value of a field, that a configuration cannot name.
 
     Example:
+        >>> from deqseq import Relaxed
+        >>> from deqseq.integrations.huggingface.callbacks import to_json
         >>> to_json(Relaxed(0.8))
         {'name': 'Relaxed', 'damping': 0.8}
     """
@@ -93,14 +96,16 @@ def from_json(kind: str, data: object, where: str, base: Any = None) -> Any:
         data: a mapping as :func:`to_json` returns it, whose values may also be objects; only a
             name; or such an object itself, which is returned.
         where: how errors begin.
-        base: the object that has the fields that a mapping without a name leaves out. Default:
-            their defaults.
+        base: an object whose fields stand for those that are missing in ``data``, if ``data`` names
+            no class. Default: the defaults of the class.
 
     Raises:
         TypeError: a value of the wrong type.
         ValueError: an unknown name or field, or a number out of its range.
 
     Example:
+        >>> from deqseq import SolveConfig, Stop
+        >>> from deqseq.integrations.huggingface.callbacks import from_json
         >>> (
         ...     from_json("sweep", {"name": "Sliding", "window": 4}, "my sweep"),
         ...     from_json("solver", "Naive", "my solver"),

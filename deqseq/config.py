@@ -21,8 +21,8 @@ from deqseq.sweeps import Simultaneous, Sweep
 class SolveConfig:
     """How a fixed point is found and differentiated: five choices.
 
-    They can be combined freely, except a few pairs that raise an error: see :class:`Unrolled` and
-    :class:`ExternalSolver`.
+    They can be combined freely, with two exceptions: :class:`Unrolled` needs the
+    :class:`Simultaneous` sweep, and an :class:`ExternalSolver` needs a window of one block.
 
     Args:
         solver: the algorithm.

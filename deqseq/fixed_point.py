@@ -33,7 +33,7 @@ def fixed_point(
     Args:
         f: the map, ``(batch, *event) -> (batch, *event)``. All tensors that it closes over, and
             ``args``, receive gradients.
-        z0: the start, ``(batch, *event)``.
+        z0: the start, ``(batch, *event)``, floating point and finite.
         args: inputs of the map with one entry per row, as in :func:`solve`; the map is called as
             ``f(z, args)``. Default: it takes only ``z``.
         solver: the algorithm.
@@ -49,10 +49,10 @@ def fixed_point(
         The solution: value, status and statistics, per row.
 
     Warns:
-        ConvergenceWarning: a row spent its budget or diverged.
+        ConvergenceWarning: a row spent its budget or diverged; never without a tolerance.
 
     Raises:
-        TypeError: an argument of the wrong type.
+        TypeError, ValueError: as in :func:`solve`.
         ConvergenceError: with ``throw``, names the rows that did not converge, their residuals and
             a remedy.
         ValueError: ``gradient`` was passed and gradients are enabled, but nothing in ``f`` requires

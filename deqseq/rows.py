@@ -34,6 +34,7 @@ def take(tree: T, rows: RowIndex) -> T:
         TypeError: ``rows`` are not positions.
 
     Example:
+        >>> from deqseq import take
         >>> import torch
         >>> take((torch.tensor([1.0, 2.0, 3.0]), {"step": 7}), torch.tensor([2, 0]))
         (tensor([3., 1.]), {'step': 7})

@@ -42,8 +42,9 @@ class Status(IntEnum):
     MAX_STEPS_REACHED = 1
     """The budget is spent; the value is that of the last evaluation."""
     DIVERGED = 2
-    """The residual grew without bound or became non-finite; the value is the point before that
-    evaluation, or the start if that is not finite either."""
+    """The change ``|f(z) - z|`` of a token exceeded the limit of ``Stop.divergence``, or became
+    non-finite; the value is the point before that evaluation, or the start if that is not finite
+    either."""
 
 
 class ConvergenceError(RuntimeError):
@@ -64,8 +65,8 @@ class ConvergenceError(RuntimeError):
 
 
 class ConvergenceWarning(UserWarning):
-    """Rows of a solve failed, or its adjoint solve did; of a model in training, a row diverged or
-    all failed.
+    """A row did not converge, or an adjoint solve failed. From a model in training: a row diverged,
+    or no row converged.
     """
 
 
@@ -109,18 +110,18 @@ class SolveStats:
 
     Attributes:
         iterations: evaluations of the map from the row's start, or from the token's entry into a
-            window, until it ended, ``(batch,)`` or ``(batch, length)``; 0 at padding, and at tokens
-            that a diverged row did not reach.
-        residual: relative residual ``|f(z) - z| / |f(z)|`` at the evaluation whose value was
-            returned; ``inf`` if it was not finite. The residual of a row is the largest over its
-            tokens. ``(batch,)`` or ``(batch, length)``.
+            window, until it ended, ``(batch,)`` or ``(batch, length)``; the same for all tokens
+            that are solved together. 0 at padding, and at tokens that a diverged row did not reach.
+        residual: relative residual ``|f(z) - z| / |f(z)|`` at the last check, or that of a
+            :class:`Rule`; ``inf`` if it was not finite. The residual of a row is the largest over
+            its tokens. ``(batch,)`` or ``(batch, length)``.
         evaluations: calls of the map, for the whole batch. If rows of your own map are removed from
-            the batch, one or two calls more than ``max_steps`` check that its rows are independent.
+            the batch, this includes one or two calls that check that its rows are independent.
         updates: how many of those calls a row, or a token, took part in before it was removed from
             the batch, ``(batch,)`` or ``(batch, length)``. What a window computes beyond the end of
             a row is counted at its last token, so that the work of a solve is ``updates.sum()``.
         forced: real tokens of a model that were committed or returned without having converged,
-            ``(batch, length)``. Default: None.
+            ``(batch, length)``. None for a map of your own.
     """
 
     iterations: Iterations
@@ -150,6 +151,7 @@ class Outcome:
     solve.
 
     Example:
+        >>> from deqseq.solution import Outcome
         >>> import torch, deqseq as dq
         >>> output = dq.ImplicitModel(dq.Affine(4))(torch.ones(2, 3, 4))
         >>> isinstance(output, Outcome), output.raise_if_failed().converged
@@ -229,8 +231,8 @@ class Outcome:
         return explain(self)
 
     def take_rows(self, rows: RowIndex) -> "Outcome":
-        """The given ``rows`` alone, ``(rows,)``, without what is of all rows: a loss, and the call,
-        so that the solve of some rows cannot be explained.
+        """The result of these ``rows``, ``(rows,)``. Its ``loss`` and ``call`` are None, because
+        they belong to the whole batch; so :meth:`explain` raises an error.
         """
         names = [field.name for field in fields(self)]  # pyright: ignore[reportArgumentType]
         parts = {name: None if name in OF_ALL_ROWS else getattr(self, name) for name in names}
@@ -300,13 +302,15 @@ class Solution(Outcome):
     """A fixed point, or where its solve ended, with the numbers of the solve.
 
     Attributes:
-        value: ``(batch, *event)``: if a row converged, the point ``z`` that passed; otherwise
-            ``f(z)`` at its last evaluation. A gradient estimator may replace it.
+        value: ``(batch, *event)``: of a row that converged, the point ``z`` that passed; of one
+            that spent its budget, ``f(z)`` at the last evaluation; of one that diverged, the last
+            ``z``, or the start if that is not finite. A gradient estimator may replace it.
         status: a :class:`Status` per row, ``(batch,)``.
         stats: the numbers of the solve.
         ends: the ``status`` as a NumPy array, which can be read without a wait for the device.
-        aux: with ``has_aux=True``, the second output of the map at that evaluation. It carries no
-            gradient, except with :class:`Unrolled`.
+        aux: with ``has_aux=True``, the second output of the map at the evaluation that gave
+            ``value``. It carries a gradient only with :class:`Unrolled`, or after a direct call of
+            :func:`solve` with gradients enabled.
         call: what was solved, and how, for :meth:`explain`; not saved with the object.
     """
 

@@ -50,12 +50,13 @@ class Problem(Call):
         callback: called with a :class:`Progress` at every check.
         renew: prepares ``args`` again for some rows, so that no graph reaches the other rows.
             Default: rows of ``args`` are taken as they are.
-        returns_tested: whether a converged row returns the point ``z`` that was tested. Otherwise
-            it returns ``f(z)``, one iteration further, whose residual is not known:
-            :class:`ImplicitModel` does so, unless its solver combines points.
+        returns_tested: whether a converged row returns the point ``z`` that was tested. If not, it
+            returns ``f(z)``, one iteration further, whose residual is not known. For
+            :class:`ImplicitModel` it is ``solver.combines``.
         autocast: the dtype of autocast at the time of the solve. None: autocast was off.
 
     Example:
+        >>> from deqseq import Problem
         >>> import torch, deqseq as dq
         >>> problem = Problem(
         ...     f=torch.cos, z0=torch.zeros(3, 1), solver=dq.Anderson(), stop=dq.Stop(rtol=1e-6)
@@ -80,7 +81,7 @@ class Problem(Call):
             **changes: fields of this problem to replace for this solve.
 
         Returns:
-            The solution. Its ``call`` is this problem with the changed solver, rule or sweep.
+            The solution. Its ``call`` is this problem with the changed solver, stop or sweep.
 
         Raises:
             TypeError: inside a transform of ``torch.func``.
@@ -155,22 +156,23 @@ def solve(
     r"""Iterate towards a fixed point :math:`z^* = f(z^*)`, in the caller's gradient mode.
 
     Each iteration evaluates the map once, checks the residual, ends the rows that have converged or
-    diverged, and asks the solver for the next point. Rows that have ended are frozen, converged
-    ones as long as they pass. With ``args``, they are removed from the batch once a quarter of it
-    has ended.
+    diverged, and asks the solver for the next point. Rows that have ended are frozen; a converged
+    row that no longer passes, because other rows have changed its map, is iterated again. With
+    ``args``, ended rows are removed from the batch once they are a quarter of it.
 
     Args:
         f: the map, ``(batch, *event) -> (batch, *event)``; with ``args`` it is called as ``f(z,
             args)``.
         z0: the start, ``(batch, *event)``, floating point and finite.
         solver: the algorithm.
-        stop: tolerances and budget. ``stop.max_steps`` counts evaluations of ``f``, exactly.
+        stop: tolerances and budget. ``stop.max_steps`` bounds the evaluations of each row; with
+            ``args``, one or two more may check that rows are independent.
         args: inputs of the map with one entry per row: a tensor ``(batch, ...)``, or a record of
             such tensors (see :func:`deqseq.take`). Default: the map takes only ``z``.
         has_aux: whether ``f`` returns a pair ``(f(z), aux)``; ``aux`` is a record of tensors with a
             row dimension. The solution has the ``aux`` of the evaluation that gave its value.
-        sweep: which tokens of a sequence are solved together; models pass theirs, with ``args``
-            that can be divided. Default: the map has no tokens.
+        sweep: for models, which pass their own; leave it out for a map of your own. Default: all
+            tokens of a row are solved together.
         callback: called with a :class:`Progress` at every check.
 
     Returns:
@@ -178,14 +180,16 @@ def solve(
         ``raise_if_failed()``.
 
     Warns:
-        ConvergenceWarning: a row spent its budget or diverged.
+        ConvergenceWarning: a row spent its budget or diverged; never without a tolerance.
 
     Raises:
-        TypeError: an argument or the value of ``f`` is of the wrong type.
-        ValueError: ``z0``, ``args`` or the value of ``f`` has a wrong shape, dtype or device,
-            ``z0`` is not finite, or ``f`` changes ``z`` in place.
+        TypeError: an argument or the value of ``f`` is of the wrong type or dtype.
+        ValueError: ``z0``, ``args`` or the value of ``f`` has a wrong shape or device, ``z0`` is
+            not finite, ``f`` changes ``z`` in place, or its rows depend on one another, although
+            ``args`` are given.
 
     Example:
+        >>> from deqseq import Stop, solve
         >>> import torch
         >>> from deqseq.solvers import Anderson
         >>> solution = solve(torch.cos, torch.zeros(3, 1), solver=Anderson(), stop=Stop(rtol=1e-6))

@@ -17,8 +17,8 @@ class RandomStart:
     """Begin at random states: normal numbers, truncated at three standard deviations.
 
     Args:
-        std: standard deviation, above 0. Huginn uses about 0.63, as in its state; the retrofitted
-            models use sqrt(2 / (5 d_model)).
+        std: standard deviation before the truncation, above 0. Huginn uses about 0.63, retrofitted
+            models sqrt(2 / (5 d_model)).
         seed: seed of each call, 0 to 2**32 - 1. Default: torch's global generator.
 
     Raises:

@@ -22,10 +22,11 @@ class Progress:
 
     Attributes:
         iteration: evaluations so far.
-        max_steps: the budget; of a window, counted from its last move.
+        max_steps: the budget; in a window it begins again at every move, so that ``iteration`` can
+            exceed it.
         active_rows: rows that have not ended.
         residual: the latest residual of each token, ``(batch, tokens)``, on the device of the
-            state; ``inf`` where there is none yet. Padding has no meaning.
+            state; ``inf`` where there is none yet. Numbers at padding have no meaning.
     """
 
     iteration: int

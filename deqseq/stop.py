@@ -25,6 +25,8 @@ def token_norms(x: State) -> Float[Tensor, "batch tokens"]:
     ``(batch,)`` or ``(batch, dim)``, has one token per row.
 
     Example:
+        >>> import torch
+        >>> from deqseq.stop import token_norms
         >>> token_norms(torch.tensor([[[3.0, 4.0], [0.0, 1.0]]]))
         tensor([[5., 1.]])
     """
@@ -53,12 +55,14 @@ ROUNDING = 8
 
 
 class Rule(ABC):
-    """A residual of your own, for ``Stop(norm=...)``: a token passes if it is at most ``rtol``.
+    """A residual of your own, for ``Stop(norm=...)``: a token passes if its residual is at most
+    ``atol + rtol``, and passes the test of the secant in :class:`Stop`.
 
     Example:
         Tokens converge when their predictions stop changing. The residual is the KL divergence of
-        the predictions of ``z`` from those of ``f(z)``.
+        the predictions of ``f(z)`` from those of ``z``.
 
+        >>> from deqseq import Rule
         >>> import torch, deqseq as dq
         >>> class LogitKL(Rule):
         ...     def __init__(self, head):
@@ -77,8 +81,11 @@ class Rule(ABC):
 
     @abstractmethod
     def residual(self, z: State, fz: State) -> Float[Tensor, "rows tokens"]:
-        """The residual of each token, from the point ``z`` and the map's value ``fz``, both
-        ``(rows, tokens, ...)``.
+        """The residual of each token, floating point and at least 0.
+
+        ``z`` is the point and ``fz`` the map's value there, both ``(rows, *event)``; do not change
+        them in place. ``tokens`` is the product of all dimensions of the event but the last: 1 for
+        a state ``(rows, dim)``. Anything else that is returned is an error.
         """
 
 
@@ -112,12 +119,13 @@ class Stop:
             it, :math:`d / s` does not fall.
         max_steps: the budget: the largest number of evaluations of the map; in a window, since its
             last commit.
-        check_every: evaluations between two checks of the residual, at least 1. A check copies two
-            numbers per token to the host, which on CUDA synchronises; between checks nothing is
-            measured, ended or recorded.
-        divergence: float above 1, may be infinite. A row has diverged when its :math:`d` is not
-            finite, or exceeds this multiple of the largest of 1, its first :math:`d` and its first
-            :math:`s`.
+        check_every: evaluations between two checks of the residual, at least 1. A check copies up
+            to four numbers per token to the host, which on CUDA synchronises. Between checks no
+            token ends and nothing is recorded. With a tolerance, the first evaluation is measured
+            in any case: it sets the scale for ``divergence``.
+        divergence: float above 1, may be infinite. A row has diverged when :math:`d` or :math:`s`
+            of one of its tokens is not finite, or :math:`d` exceeds this multiple of the largest of
+            1 and of all :math:`d` and :math:`s` in the row's first measurement.
         norm: ``"token"``: norms over the last dimension, one per token; ``"row"``: one norm over
             all tokens of a block. A norm over a long sequence stops too early, because the few
             tokens that still move add little to it. A :class:`Rule` is a residual of your own.
@@ -127,6 +135,7 @@ class Stop:
         ValueError: a number out of its range, or an unknown norm.
 
     Example:
+        >>> from deqseq import Stop
         >>> Stop(rtol=1e-5, max_steps=200).norm
         'token'
         >>> Stop.exactly(8).max_steps
@@ -147,7 +156,8 @@ class Stop:
         """Run ``steps`` evaluations without a test, check the residual once at the end, and return
         the last value.
 
-        Rows have the status ``MAX_STEPS_REACHED``, unless their residual is exactly 0.
+        Rows have the status ``MAX_STEPS_REACHED``; ``CONVERGED`` if their residual is exactly 0,
+        ``DIVERGED`` if it is not finite. So with ``throw=True`` such a solve is an error.
 
         Args:
             steps: evaluations, at least 1.

@@ -10,14 +10,17 @@ class Sweep:
 
     A row iterates ``window`` blocks of ``block`` tokens, beginning with its first uncommitted
     block. The tokens of a block end together. When the first blocks of the window pass, they are
-    committed and the window moves on. When ``stop.max_steps`` evaluations have committed nothing,
-    the first block is committed as it is. Each row moves and ends independently. If a causal map
-    has one fixed point, all sweeps find it, up to the tolerance; they differ in the amount of work
-    and in how much of it is parallel. A sweep is its configuration: a frozen dataclass.
+    committed (fixed, and added to the cache) and the window moves on. When ``stop.max_steps``
+    evaluations have committed nothing, the first block is committed as it is. Each row moves and
+    ends independently. If a causal map has one fixed point, all sweeps find it, up to the
+    tolerance; they differ in the amount of work and in how much of it is parallel. A sweep is its
+    configuration: a frozen dataclass.
 
     Example:
         A sweep of your own: windows of two blocks of four tokens.
 
+        >>> from dataclasses import dataclass
+        >>> from deqseq import Sweep
         >>> import torch, deqseq as dq
         >>> @dataclass(frozen=True)
         ... class Pairs(Sweep):
@@ -37,8 +40,8 @@ class Sweep:
     """How many blocks are iterated at once."""
 
     def width(self, length: int) -> int:
-        """How many of ``length`` tokens are iterated at once; an error for numbers that are not at
-        least 1.
+        """How many places are iterated at once in sequences of ``length`` tokens: whole blocks, so
+        that it can exceed ``length``. An error for numbers that are not at least 1.
         """
         if self.block is None:
             return length
@@ -108,8 +111,8 @@ class Sequential(Sweep):
 @checked
 @dataclass(frozen=True)
 class Sliding(Sweep):
-    """A window over the first tokens that have not converged: the least work where convergence
-    moves left to right.
+    """A window over the first tokens that have not converged: where convergence moves from left to
+    right, nearly as few evaluations as with all tokens together, and much less work.
 
     In a trained model about one token converges per iteration. Only the window is iterated. When
     its first tokens have converged, they are committed, and the window moves on. Tokens that stay

@@ -36,6 +36,8 @@ class Affine(Backbone[AffineCache]):
         contraction: spectral norm of A and of R, float between 0 and 1.
 
     Example:
+        >>> import torch
+        >>> from deqseq import Affine
         >>> backbone = Affine(4, contraction=0.4)
         >>> x = torch.ones(1, 3, 4)
         >>> z = backbone.solution(x)

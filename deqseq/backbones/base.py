@@ -28,10 +28,12 @@ from deqseq.types import Counts, Mask, RowIndex, Sequence
 
 
 class Cache:
-    """What a backbone keeps of the committed tokens: a frozen dataclass of tensors.
+    """What a backbone keeps of the committed tokens (those whose state is final, and which later
+    tokens read): a frozen dataclass of tensors.
 
     Example:
-        >>> import deqseq as dq
+        >>> import torch, deqseq as dq
+        >>> from deqseq import Cache
         >>> cache = dq.ImplicitModel(dq.Affine(4))(torch.ones(2, 6, 4), return_cache=True).cache
         >>> (
         ...     isinstance(cache, Cache),
@@ -59,7 +61,8 @@ class Cache:
 
 @dataclass(frozen=True)
 class JointCache(Cache):
-    """The caches of the steps of a :class:`deqseq.Looped` or :class:`deqseq.RecurrentDepth`.
+    """The caches of the steps of a :class:`deqseq.Looped`, or of prelude, core and coda of a
+    :class:`deqseq.RecurrentDepth`.
 
     Attributes:
         parts: one cache per part, in the order in which the parts run.
@@ -130,10 +133,15 @@ class Backbone(nn.Module, ABC, Generic[C]):
 
     It must be causal (a token depends only on tokens up to it), or set ``causal = False``. It must
     be pure (it changes neither its cache nor its own state). Your own backbone needs ``d_model``,
-    :meth:`prepare` and :meth:`forward`. For caches, decoding and all sweeps it must be causal and
-    have :meth:`advance`. :class:`deqseq.Affine` is the smallest complete example.
+    :meth:`prepare` and :meth:`forward`. For caches, decoding, and every sweep but
+    :class:`Simultaneous` it must be causal and have :meth:`advance`. :class:`deqseq.Affine` is the
+    smallest complete example.
 
     Example:
+        >>> import torch, deqseq as dq
+        >>> from deqseq import Backbone
+        >>> from torch import nn
+        >>> from typing import Any
         >>> class Pointwise(Backbone[Any]):  # each token on its own
         ...     def __init__(self, d_model):
         ...         super().__init__()
@@ -144,7 +152,6 @@ class Backbone(nn.Module, ABC, Generic[C]):
         ...
         ...     def forward(self, z, inputs, cache=None, *, need_aux=False):
         ...         return torch.tanh(self.inner(z) / 4 + inputs), None
-        >>> import deqseq as dq
         >>> dq.ImplicitModel(Pointwise(4))(torch.ones(2, 6, 4)).value.shape
         torch.Size([2, 6, 4])
     """
@@ -161,7 +168,7 @@ class Backbone(nn.Module, ABC, Generic[C]):
 
     @property
     def state_width(self) -> int:
-        """Width of the state: at least ``d_model``, which is what a head reads of it."""
+        """Width of the state, at least ``d_model``; a head reads its first ``d_model`` channels."""
         return self.d_model
 
     @abstractmethod
@@ -175,8 +182,8 @@ class Backbone(nn.Module, ABC, Generic[C]):
                 no padding.
 
         Returns:
-            Inputs of :meth:`forward`: :class:`Inputs`, or any record of tensors ``(batch, length,
-            ...)``.
+            Inputs of :meth:`forward`: :class:`Inputs`, or any tensor, tuple, list, dict or
+            dataclass of tensors ``(batch, length, ...)``.
         """
 
     @abstractmethod
@@ -244,9 +251,9 @@ class Backbone(nn.Module, ABC, Generic[C]):
     def compile(self, **options: Any) -> None:
         """Compile one iteration with ``torch.compile`` and its ``options``.
 
-        Shapes are dynamic, so a new length or batch size does not recompile. There is one more
-        compilation for one row, one token, a cache, gradients and ``need_aux``; the total can
-        exceed torch's default limit of eight.
+        The library's own backbones are compiled with dynamic shapes, so a new length or batch size
+        does not recompile. One row, one token, a cache, gradients and ``need_aux`` each cost one
+        more compilation; the total can exceed torch's default limit of eight.
         """
         if self._stack is None:
             super().compile(**options)

@@ -52,30 +52,35 @@ class LlamaConfig:
         norms: positions of the norms in a block, as in :class:`~deqseq.layers.LlamaBlock`:
             ``"pre"`` (Llama), ``"post"`` (OLMo 2), ``"sandwich"`` (Ouro), ``"closed"`` (Huginn) or
             ``"outer"`` (TRM, and the first Transformers).
-        qk_norm: whether queries and keys are normalised, each over all of its heads, as in OLMo 2.
+        qk_norm: whether queries and keys are normalised, each over all heads, as in OLMo 2.
         qk_bias: whether the projections to queries and keys have a bias, as in Huginn.
         final_norm: whether a norm follows the last block.
         float32_rotary: whether rotary angles are float32 in models of any dtype, as in the public
             Llama code. Otherwise they have the model's dtype, but at least float32.
-        dropout: probability, at least 0 and below 1; one mask per layer and solve.
+        dropout: probability, at least 0 and below 1; one mask per block and solve, for both of its
+            layers.
         weight_norm: whether linear maps are weight-normalised, as in the paper.
-        injection: whether the input enters every layer. Build the backbone without for explicit
-            models, ``start="input"``, and :class:`Injected`, which adds the input to the state.
+        injection: whether the input enters every layer. Set it to False for an explicit model, for
+            ``start="input"``, and inside of :class:`Injected`, which gives the input to the first
+            layer instead.
         skip_scale: float above 0 and at most 1, by which the state is multiplied before the first
             block. The norms of the branches undo it, but the residual path carries less of the
             state, so the iteration converges faster. The paper has 1.
         causal: whether a token attends only to tokens up to it. Otherwise it attends to all: there
             are no caches, and all tokens are solved together.
-        grid: whether the tokens of a row are the cells of a square, line by line. Rotary angles
-            then follow the line in half of the channels and the column in the other half. Needs
-            ``causal=False``. Pad a rectangle to a square with cells of a separate token.
+        grid: whether the tokens of a sequence are the cells of a square, one line of it after
+            another. Rotary angles then follow the line in half of the channels and the column in
+            the other half. Needs ``causal=False``, and a ``headdim`` that 4 divides. Pad a
+            rectangle to a square with cells of a separate token.
 
     Raises:
         TypeError, ValueError: names the field, the value given and what is expected.
 
     Example:
-        >>> LlamaConfig(d_model=64, n_heads=4).mlp_width is None
-        True
+        >>> from deqseq import LlamaConfig
+        >>> config = LlamaConfig(d_model=64, n_heads=4)
+        >>> config.kv_heads, config.head_width
+        (4, 16)
     """
 
     d_model: PositiveInt
@@ -288,6 +293,8 @@ class Llama(BlockStack[LlamaCache]):
         Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827, section 3.
 
     Example:
+        >>> import torch
+        >>> from deqseq import Llama, LlamaConfig
         >>> backbone = Llama(LlamaConfig(d_model=16, n_heads=4))
         >>> x = torch.randn(2, 5, 16)
         >>> z, _ = backbone(torch.zeros(2, 5, 16), backbone.prepare(x))

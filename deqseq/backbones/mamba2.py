@@ -32,10 +32,12 @@ class Mamba2Config:
         chunk_size: tokens per chunk of the scan. Default: 64 in plain PyTorch, 256 in kernels.
         norm_eps: epsilon of all norms.
         dt_limit: bounds of the scan's step sizes.
-        dropout: probability, at least 0 and below 1; one mask per solve.
+        dropout: probability, at least 0 and below 1; one mask per block and solve, of the mixer's
+            output.
         weight_norm: whether linear maps and convolutions are weight-normalised, as in the paper.
-        injection: whether the input enters every layer. Build the backbone without for explicit
-            models, ``start="input"``, and :class:`Injected`, which adds the input to the state.
+        injection: whether the input enters every layer. Set it to False for an explicit model, for
+            ``start="input"``, and inside of :class:`Injected`, which gives the input to the first
+            layer instead.
         skip_scale: float above 0 and at most 1, by which the state is multiplied before the first
             block. The norms of the branches undo it, but the residual path carries less of the
             state, so the iteration converges faster. The paper has 1.
@@ -45,6 +47,7 @@ class Mamba2Config:
         TypeError, ValueError: names the field, the value given and what is expected.
 
     Example:
+        >>> from deqseq import Mamba2Config
         >>> Mamba2Config(d_model=64, d_state=16, headdim=32).n_layers
         1
     """
@@ -101,6 +104,7 @@ class Mamba2(BlockStack[Mamba2Cache]):
         Language Models are RNNs, ICML 2025, arXiv 2502.07827, section 3.
 
     Example:
+        >>> from deqseq import Mamba2, Mamba2Config
         >>> import torch
         >>> backbone = Mamba2(Mamba2Config(d_model=16, d_state=4, headdim=8))
         >>> x = torch.randn(2, 5, 16)

@@ -28,21 +28,24 @@ class Injection(nn.Module, ABC):
     """How the input of a solve enters each iteration, before the first layer.
 
     Your own injection needs both methods. Put what does not depend on the state into
-    :meth:`prepare`, which runs once per solve. :class:`Injected` adds it to a backbone.
+    :meth:`prepare`, which runs once per solve. A solve that begins at zero needs an
+    ``enter(0, prepared)`` that depends on the input. :class:`Injected` adds it to a backbone.
 
     Example:
-        >>> import deqseq as dq
-        >>> class Gated(Injection):
+        >>> from deqseq import Injected, Injection
+        >>> import torch, deqseq as dq
+        >>> class Halves(Injection):
         ...     def prepare(self, x):
-        ...         return torch.sigmoid(x)
+        ...         return torch.tanh(x)
         ...
         ...     def enter(self, z, prepared):
-        ...         return z * prepared
+        ...         return (z + prepared) / 2
         >>> backbone = Injected(
-        ...     dq.Llama(dq.LlamaConfig(d_model=8, n_heads=2, injection=False)), Gated()
+        ...     dq.Llama(dq.LlamaConfig(d_model=8, n_heads=2, injection=False)), Halves()
         ... )
-        >>> dq.ImplicitModel(backbone)(torch.ones(1, 3, 8)).value.shape
-        torch.Size([1, 3, 8])
+        >>> model = dq.ImplicitModel(backbone)
+        >>> bool((model(torch.ones(1, 3, 8)).value - model(-torch.ones(1, 3, 8)).value).any())
+        True
     """
 
     @abstractmethod
@@ -58,6 +61,8 @@ class AddInjection(Injection):
     r"""The input is added to the state, :math:`z \leftarrow z + x`.
 
     Example:
+        >>> import torch
+        >>> from deqseq import AddInjection
         >>> AddInjection().enter(torch.ones(1, 1, 2), torch.ones(1, 1, 2))
         tensor([[[2., 2.]]])
     """
@@ -85,6 +90,8 @@ class ConcatInjection(Injection):
         2025, arXiv 2502.05171.
 
     Example:
+        >>> import torch
+        >>> from deqseq import ConcatInjection
         >>> injection, x = ConcatInjection(2), torch.ones(1, 1, 2)
         >>> torch.equal(injection.enter(torch.zeros(1, 1, 2), injection.prepare(x)), x)
         True
@@ -122,6 +129,8 @@ class DecayInjection(Injection):
         Prairie et al., Parcae: Scaling Laws for Stable Looped Language Models, 2026.
 
     Example:
+        >>> import torch
+        >>> from deqseq import DecayInjection
         >>> injection, z = DecayInjection(2, decay=0.5), torch.ones(1, 1, 2)
         >>> injection.enter(z, torch.zeros(1, 1, 2))
         tensor([[[0.5000, 0.5000]]], grad_fn=<AddBackward0>)
@@ -162,7 +171,8 @@ class Injected(Backbone[Any]):
             another ``d_model``.
 
     Example:
-        >>> import deqseq as dq
+        >>> import torch, deqseq as dq
+        >>> from deqseq import ConcatInjection, Injected
         >>> layers = dq.Llama(dq.LlamaConfig(d_model=8, n_heads=2, injection=False))
         >>> model = dq.ImplicitModel(Injected(layers, ConcatInjection(8)))
         >>> model(torch.ones(1, 3, 8), sweep=dq.Sequential()).value.shape
@@ -256,6 +266,7 @@ class Looped(Backbone[JointCache]):
         Latent Reasoning via Looped Language Models, 2025, arXiv 2510.25741.
 
     Example:
+        >>> from deqseq import Looped
         >>> import torch, deqseq as dq
         >>> layers = dq.Llama(dq.LlamaConfig(d_model=8, n_heads=2, injection=False))
         >>> model, x = dq.ExplicitModel(Looped(layers, steps=4)), torch.randn(1, 5, 8)

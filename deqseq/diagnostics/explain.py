@@ -61,7 +61,10 @@ class Explanation:
     """Why rows converged or not, and what to do; prints as text.
 
     Attributes:
-        causes: one per row, such as "converged" or "budget".
+        causes: one per row: "converged", "budget", "no tolerance", "slow convergence", "limit
+            cycle", "divergence", "drift", "map not finite", "precision", "fixed point zero", "no
+            fixed point found", "loose tolerance", "several fixed points", "random map", "changed
+            since" or "estimator".
         findings: what was observed in the rows with each cause.
         remedies: what to do about each cause; it names a setting that was tried and converged.
     """
@@ -334,8 +337,9 @@ def explain(outcome: Outcome) -> Explanation:
 
     The map is solved again in the same mode. It is evaluated twice at one point, because a map that
     draws random numbers has no fixed point. Rows that failed are solved with four times the budget
-    (at least 64 and at most 1,000 iterations), then with Adaptive, Relaxed(0.2), Anderson and
-    Broyden until one converges; only the last two if the solve is merely slow. Rows that converged
+    (at least 64 and at most 1,000 iterations, or the budget if it is larger), sequences also in a
+    window, diverged rows without a limit; then with Adaptive, Relaxed(0.2), Anderson and Broyden
+    until one converges; only the last two if the solve is merely slow. Rows that converged
     are solved again in the same way, with another sweep, and from a random start. In training mode
     the residual of the estimator's value is measured, too.
 
@@ -347,6 +351,7 @@ def explain(outcome: Outcome) -> Explanation:
         ValueError: an explicit model's output, a copy of an outcome, or some rows of one.
 
     Example:
+        >>> from deqseq.diagnostics import explain
         >>> import torch, deqseq as dq
         >>> solution = dq.solve(
         ...     lambda z: 3 - z, torch.ones(2, 1), solver=dq.Naive(), stop=dq.Stop(rtol=1e-6)

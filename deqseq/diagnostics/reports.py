@@ -127,7 +127,8 @@ def check_duality(
 ) -> DualityReport:
     """Solve the same tokens with several sweeps in eval mode, and compare them with the first.
 
-    If all sweeps converge and the map has one fixed point, they agree up to the tolerance. Before
+    Duality: a model has the same fixed point whether its tokens are solved together or in turn. If
+        all sweeps converge and the map has one fixed point, they agree up to the tolerance. Before
     you conclude that a model has several fixed points, check ``converged`` and tighten the
     tolerance.
 
@@ -135,7 +136,8 @@ def check_duality(
         model: a language model around an :class:`~deqseq.ImplicitModel`.
         ids: tokens, ``(batch, length)``.
         mask: bool, True at real tokens, ``(batch, length)``. Default: no padding.
-        sweeps: the sweeps to compare, at least two.
+        sweeps: the sweeps to compare, at least two. Default: ``Simultaneous()``, ``Chunked(8)``,
+            ``Sliding(8)``, ``Sequential()``.
         solve: replaces the model's :class:`~deqseq.SolveConfig`; its sweep is not used.
         **fields: fields of :class:`~deqseq.SolveConfig` to replace, except ``sweep``; ``gradient``
             has no effect.
@@ -143,9 +145,11 @@ def check_duality(
     Raises:
         TypeError, ValueError: an explicit model, ``ids`` outside the vocabulary, a map that is not
             causal, or another argument that does not fit.
+        NotImplementedError: a backbone without ``advance``.
 
     Example:
-        >>> import deqseq as dq
+        >>> import torch, deqseq as dq
+        >>> from deqseq.diagnostics import check_duality
         >>> lm = dq.CausalLM(10, dq.ImplicitModel(dq.Affine(16))).double()
         >>> stop = dq.Stop(rtol=1e-10, max_steps=200)
         >>> report = check_duality(lm, torch.arange(10)[None], stop=stop)
@@ -274,7 +278,8 @@ def extrapolation(
     solve: SolveConfig | None = None,
     **fields: Unpack[SolveFields],
 ) -> ExtrapolationReport:
-    """Measure a looped model at 1, 2, 4, … iterations, up to 8 times as many as in training.
+    """Measure an implicit model after 1, 2, 4, … iterations up to the trained number, and after 2,
+    4 and 8 times that.
 
     A model trained at one depth often predicts worse beyond it, or forgets its input.
 
@@ -293,7 +298,8 @@ def extrapolation(
             does not fit.
 
     Example:
-        >>> import deqseq as dq
+        >>> import torch, deqseq as dq
+        >>> from deqseq.diagnostics import extrapolation
         >>> lm = dq.CausalLM(10, dq.ImplicitModel(dq.Affine(16)))
         >>> extrapolation(lm, torch.tensor([[1, 2], [3, 4]]), trained=8).verdict
         'settles'

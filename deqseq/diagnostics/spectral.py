@@ -30,13 +30,15 @@ SHOWN = 8
 
 @dataclass(frozen=True)
 class SpectralRadius:
-    """Outer eigenvalues of each row or token, on the CPU; prints as a table.
+    """The largest eigenvalues of each row or token, by their absolute value, on the CPU; prints as
+    a table.
 
     Attributes:
-        eigenvalues: approximations of the outer eigenvalues, ``(batch, count)`` or ``(batch,
-            length, count)``; NaN at padding and where the Jacobian is not finite.
-        backward_error: norm of a change of the Jacobian for which the largest eigenvalue is exact,
-            ``(batch,)`` or ``(batch, length)``; use more products if it is not small.
+        eigenvalues: approximations of them, ``(batch, count)`` or ``(batch, length, count)``, with
+            as many as products, or as the state has dimensions; NaN at padding and where the
+            Jacobian is not finite.
+        backward_error: norm of the smallest change of the Jacobian that would make the largest one
+            exact, ``(batch,)`` or ``(batch, length)``; use more products if it is not small.
         residual: relative residual of the point, ``(batch,)``: the largest over the tokens.
     """
 
@@ -48,7 +50,7 @@ class SpectralRadius:
     def radius(self) -> Float[Tensor, "batch *tokens"]:
         """The largest absolute eigenvalue of each row or token.
 
-        Below 1, plain iteration converges near the point.
+        If it is below 1, plain iteration converges near the point.
         """
         return self.eigenvalues.abs().amax(dim=-1)
 
@@ -100,19 +102,21 @@ def spectral_radius(
     (``backward_error`` shows this).
 
     Args:
-        f: the map.
+        f: the map, ``z -> f(z)``, of one argument.
         z_star: the point, ``(batch, *event)``.
         products: products with the Jacobian per row, at least 1; the result is exact with as many
             as the state has dimensions.
 
     Raises:
         TypeError, ValueError: ``z_star`` is not a floating-point tensor, or it is empty or not
-            finite.
+            finite; or ``f`` cuts the graph between ``z`` and its value.
 
     References:
         Saad, Numerical Methods for Large Eigenvalue Problems, SIAM 2011, chapter 6.
 
     Example:
+        >>> import torch
+        >>> from deqseq.diagnostics import spectral_radius
         >>> turn = torch.tensor([[0.0, -0.9], [0.9, 0.0]])  # a complex pair: 0.9i and -0.9i
         >>> report = spectral_radius(lambda z: z @ turn, torch.zeros(1, 2))
         >>> report.radius, report.damped(0.5)
@@ -156,7 +160,8 @@ def model_spectral_radius(
         NotImplementedError: a backbone without ``advance``; :func:`spectral_radius` takes any map.
 
     Example:
-        >>> import deqseq as dq
+        >>> import torch, deqseq as dq
+        >>> from deqseq.diagnostics import model_spectral_radius
         >>> lm = dq.CausalLM(10, dq.ImplicitModel(dq.Affine(8, contraction=0.4)))
         >>> report = model_spectral_radius(lm, torch.arange(6).reshape(2, 3))
         >>> report.radius.shape, bool(report.per_row.max() <= 0.4)

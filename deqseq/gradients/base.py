@@ -29,7 +29,8 @@ class Gradient(ABC):
     :class:`deqseq.Unrolled` needs the iteration too.
 
     Example:
-        >>> import deqseq as dq
+        >>> import torch, deqseq as dq
+        >>> from deqseq import Gradient
         >>> class Frozen(Gradient):  # no gradient at all
         ...     def apply(self, problem, *, keep_value=False):
         ...         with torch.no_grad():
@@ -66,7 +67,8 @@ class AttachedGradient(Gradient):
     The fixed point does not depend on its start, so a start that requires a gradient is an error.
 
     Example:
-        >>> import deqseq as dq
+        >>> import torch, deqseq as dq
+        >>> from deqseq import AttachedGradient
         >>> class TwoSteps(AttachedGradient):
         ...     def attach(self, f, z_star):
         ...         return f(f(z_star.detach()))

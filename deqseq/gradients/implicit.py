@@ -39,7 +39,8 @@ class Implicit(AttachedGradient):
     The memory is that of one evaluation. Each iteration of the adjoint solve costs one backward
     pass through the map. It has no second derivative (use :class:`Unrolled`). A map compiled with
     ``torch.compile`` needs ``torch._functorch.config.donated_buffer = False``, because its graph is
-    used more than once. Under autocast the tolerance is at least the precision of the lower dtype.
+    used more than once. ``rtol`` is raised to the precision of the dtype in which the map is
+    computed, that of half-precision states or of autocast.
 
     Args:
         solver: the algorithm of the adjoint solve.
@@ -51,6 +52,7 @@ class Implicit(AttachedGradient):
     Raises:
         TypeError: an argument of the wrong type.
         ConvergenceError: in the backward pass, with ``throw``.
+        RuntimeError: in the backward pass, with ``create_graph`` or ``is_grads_batched``.
 
     References:
         Bai, Kolter and Koltun, Deep Equilibrium Models, NeurIPS 2019, arXiv 1909.01377, theorem 1.

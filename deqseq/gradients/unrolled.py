@@ -40,7 +40,7 @@ class Unrolled(Gradient):
 
     Raises:
         ValueError: ``last`` is below 1; in a call, ``last`` with a stopping rule that can end
-            early.
+            early, or a sweep other than :class:`Simultaneous`.
 
     Example:
         >>> import torch, deqseq as dq
@@ -149,13 +149,13 @@ class Phantom(AttachedGradient):
 
 @dataclass(frozen=True)
 class OneStep(AttachedGradient):
-    r"""Differentiate one evaluation at the fixed point: the exact gradient without its inverse
-    Jacobian.
+    r"""Differentiate one evaluation at the fixed point: the exact gradient, with the identity for
+    :math:`(I - J)^{-1}`.
 
     .. math:: \frac{d z^*}{d\theta} \approx \frac{\partial f}{\partial \theta}(z^*)
 
-    This is the cheapest estimator, equal to ``Phantom(steps=1, damping=1.0)``. It is a descent
-    direction if the map contracts well, and biased otherwise.
+    This is the cheapest estimator, equal to ``Phantom(steps=1, damping=1.0)``. It is biased. If the
+    map contracts well, it is still a descent direction.
 
     References:
         Fung et al., JFB: Jacobian-Free Backpropagation for Implicit Networks, AAAI 2022, arXiv

@@ -33,7 +33,8 @@ except ImportError as error:
 
 
 class SolvedLM(HFLM):
-    """lm-eval's model of transformers, which solves as told and counts the solves.
+    """lm-eval's model of transformers, which solves with a given configuration and counts
+    iterations.
 
     Texts of one length are solved together, without the padding of lm-eval: the score of a text
     does not depend on the rest of its batch, and only text is counted.
@@ -46,7 +47,8 @@ class SolvedLM(HFLM):
         window: how many tokens of a text are generated together. Default: as
             :meth:`deqseq.CausalLM.generate` chooses.
         batch_size: texts that are solved together, at most; ``"auto"``: as many as fit into memory.
-        max_length: tokens of a text, without the last. Default: that of the model or the tokenizer,
+        max_length: the most tokens of a text that the model is given; its last token is only
+            predicted. Default: that of the model or the tokenizer,
             or 2048.
 
     Raises:
@@ -88,10 +90,12 @@ class SolvedLM(HFLM):
         self.counted = defaultdict[str, float](float)
 
     def tally(self) -> dict[str, float | None]:
-        """Mean iterations and updates per token, shares of rows and tokens, calls of the map.
+        """``self_iterations`` and ``token_updates`` are means over tokens, ``converged`` and
+        ``diverged`` shares of rows, ``converged_tokens`` a share of tokens, and ``evaluations``
+        calls of the map.
 
         Each is None without a solve. Where tokens are decoded in windows, every token is a solve of
-        its own, and updates go on until all rows have ended.
+        its own, a row in these shares, and updates go on until all rows have ended.
         """
         names = ("self_iterations", "token_updates", "converged", "converged_tokens", "diverged")
         means: dict[str, float | None] = {}

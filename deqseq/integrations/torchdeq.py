@@ -39,7 +39,8 @@ class TorchDEQ(ExternalSolver):
     if the relative one is zero. Its norms are over whole rows, whatever ``stop.norm`` is, and all
     rows of the batch go on until the last one has passed. :func:`deqseq.solve` then evaluates the
     map once at the result, and tests that by our rule; take ``Stop(norm="row")`` for the same
-    norms. With ``Stop.exactly(n)``, ``n - 1`` evaluations are TorchDEQ's.
+    norms. With ``Stop.exactly(n)``, ``n - 1`` evaluations are TorchDEQ's, if its solver can take so
+    few: ``"anderson"`` needs ``n`` of at least 4, ``"broyden"`` 3, and else the start is evaluated.
 
     Args:
         name: ``"fixed_point_iter"``, ``"simple_fixed_point_iter"`` (which has no tolerance and
@@ -62,6 +63,7 @@ class TorchDEQ(ExternalSolver):
         Geng and Kolter, TorchDEQ: A Library for Deep Equilibrium Models, 2023, arXiv 2310.18605.
 
     Example:
+        >>> from deqseq.integrations.torchdeq import TorchDEQ
         >>> import torch, deqseq as dq
         >>> dq.solve(
         ...     torch.cos, torch.zeros(1, 1), solver=TorchDEQ("broyden"), stop=dq.Stop(rtol=1e-6)

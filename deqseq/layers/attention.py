@@ -87,18 +87,20 @@ class Attention(nn.Module):
         n_heads: heads of the queries.
         n_kv_heads: heads of keys and values; divides ``n_heads``.
         headdim: channels per head, even.
-        qk_norm: whether queries and keys are normalised, each over all of its heads, as in OLMo 2.
+        qk_norm: whether queries and keys are normalised, each over all heads, as in OLMo 2.
         qk_bias: whether their projections have a bias, as in Huginn.
         norm_eps: epsilon of the norms.
         causal: whether a token attends to those up to it only.
 
     Raises:
-        ValueError: heads that the key-value heads do not divide, or an odd ``headdim``.
+        ValueError: ``n_kv_heads`` does not divide ``n_heads``, or ``headdim`` is odd.
 
     Attributes:
         attend: what mixes the values, by default torch's attention, and makes the mask for it.
 
     Example:
+        >>> import torch
+        >>> from deqseq.layers import Attention
         >>> from deqseq.layers import rotary_frequencies, rotary_tables
         >>> attention = Attention(d_model=8, n_heads=2, n_kv_heads=1, headdim=4)
         >>> tables = rotary_tables(

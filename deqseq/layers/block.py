@@ -29,6 +29,7 @@ class SwiGLU(nn.Module):
         Shazeer, GLU Variants Improve Transformer, 2020, arXiv 2002.05202.
 
     Example:
+        >>> from deqseq.layers import SwiGLU
         >>> import torch
         >>> SwiGLU(4, 8)(torch.ones(1, 4)).shape
         torch.Size([1, 4])
@@ -59,6 +60,7 @@ class Mamba2Block(nn.Module):
         norm_eps: epsilon of the norms.
 
     Example:
+        >>> from deqseq.layers import Mamba2Block, Mamba2Mixer
         >>> import torch
         >>> block = Mamba2Block(Mamba2Mixer(8, d_state=4, headdim=4), 8)
         >>> block(torch.zeros(2, 5, 8))[0].shape
@@ -107,7 +109,7 @@ Norms = Literal["pre", "post", "sandwich", "closed", "outer"]
 class LlamaBlock(nn.Module):
     r"""Attention and feed-forward layer, each with a norm or two and beside a residual path.
 
-    With :math:`g` for either layer, its dropout mask :math:`m`, and norms :math:`n, n_2`:
+    With :math:`g` for either layer, the block's dropout mask :math:`m`, and norms :math:`n, n_2`:
 
     .. math::
         \text{pre (Llama):}\quad       & z \leftarrow z + m \odot g(n(z)) \\
@@ -127,6 +129,7 @@ class LlamaBlock(nn.Module):
         norms: where they stand.
 
     Example:
+        >>> from deqseq.layers import Attention, LlamaBlock
         >>> import torch
         >>> block = LlamaBlock(Attention(8, n_heads=2, n_kv_heads=2, headdim=4), 8, 16)
         >>> tables = torch.ones(1, 5, 1, 4), torch.zeros(1, 5, 1, 4)
@@ -195,12 +198,15 @@ def dropout_mask(like: Sequence, p: Probability) -> Sequence:
 
     Raises:
         TypeError: ``like`` is not of a floating-point dtype.
+        ValueError: ``p`` is not in [0, 1).
 
     References:
         Gal and Ghahramani, A Theoretically Grounded Application of Dropout in Recurrent Neural
         Networks, NeurIPS 2016, arXiv 1512.05287.
 
     Example:
+        >>> import torch
+        >>> from deqseq.layers import dropout_mask
         >>> sorted(set(dropout_mask(torch.zeros(1, 50, 4), 0.5).flatten().tolist()))
         [0.0, 2.0]
     """

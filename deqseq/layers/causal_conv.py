@@ -25,6 +25,8 @@ class CausalConv1d(nn.Module):
         kernel_size: :math:`k`, at least 1.
 
     Example:
+        >>> import torch
+        >>> from deqseq.layers import CausalConv1d
         >>> conv = CausalConv1d(1, 2)
         >>> _ = conv.weight.data.copy_(torch.tensor([[[1.0, 10.0]]])), conv.bias.data.zero_()
         >>> x = torch.tensor([[[1.0], [2.0]]])
@@ -49,8 +51,8 @@ class CausalConv1d(nn.Module):
         """Convolve and activate ``x``, ``(batch, length, channels)``; nothing is checked.
 
         ``state`` are the inputs before, ``(batch, kernel_size - 1, channels)``, by default zeros;
-        ``backend`` is a :data:`deqseq.ops.Backend`, whose kernels take filters of 2 to 4 and
-        channels in eights.
+        ``backend`` is a :data:`deqseq.ops.Backend`, whose kernels need a ``kernel_size`` of 2 to 4
+        and a number of channels that 8 divides; else plain PyTorch runs.
         """
         weight, bias = self.weight, self.bias
         kernels = fused.resolved(backend, x) == "mamba_ssm"

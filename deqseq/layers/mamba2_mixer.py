@@ -58,10 +58,12 @@ class Mamba2Mixer(nn.Module):
         2025, arXiv 2502.07827.
 
     Example:
+        >>> import torch
+        >>> from deqseq.layers import Mamba2Mixer
         >>> mixer = Mamba2Mixer(d_model=8, d_state=4, headdim=4)
-        >>> y, state = mixer(torch.zeros(2, 5, 8))
-        >>> y.shape, mixer.in_proj.weight.shape
-        (torch.Size([2, 5, 8]), torch.Size([44, 8]))
+        >>> y, aux = mixer(torch.zeros(2, 5, 8), need_aux=True)
+        >>> y.shape, mixer.state_after(aux, None, 5).ssm.shape
+        (torch.Size([2, 5, 8]), torch.Size([2, 4, 4, 4]))
     """
 
     @checked

@@ -23,6 +23,8 @@ class RMSNorm(nn.Module):
         Zhang and Sennrich, Root Mean Square Layer Normalization, NeurIPS 2019, arXiv 1910.07467.
 
     Example:
+        >>> import torch
+        >>> from deqseq.layers import RMSNorm
         >>> RMSNorm(2)(torch.tensor([[1.0, 7.0]]))
         tensor([[0.2000, 1.4000]], grad_fn=<MulBackward0>)
     """
@@ -52,6 +54,8 @@ class GatedRMSNorm(nn.Module):
         ValueError: groups that do not divide ``dim``.
 
     Example:
+        >>> import torch
+        >>> from deqseq.layers import GatedRMSNorm
         >>> GatedRMSNorm(2)(torch.zeros(1, 2), torch.ones(1, 2)).shape
         torch.Size([1, 2])
     """

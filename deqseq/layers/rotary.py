@@ -20,8 +20,8 @@ class RotaryScaling:
         factor: low frequencies are divided by this, at least 1.
         low_freq_factor: wavelengths above ``original_length / low_freq_factor`` are low
             frequencies.
-        high_freq_factor: wavelengths below ``original_length / high_freq_factor`` stay; between, it
-            is interpolated.
+        high_freq_factor: frequencies with wavelengths below ``original_length / high_freq_factor``
+            stay as they are; those between are interpolated. Above ``low_freq_factor``.
         original_length: the context that the frequencies were first trained for, in tokens.
 
     Raises:
@@ -31,6 +31,7 @@ class RotaryScaling:
         Grattafiori et al., The Llama 3 Herd of Models, 2024, arXiv 2407.21783.
 
     Example:
+        >>> from deqseq.layers import RotaryScaling
         >>> RotaryScaling(factor=8.0).original_length
         8192
     """
@@ -64,7 +65,7 @@ def rotary_frequencies(
     r"""Radians per position, :math:`\theta^{-2i/d}`, shape ``(headdim / 2,)``.
 
     Args:
-        headdim: channels per head, even.
+        headdim: channels per head, an even number (not checked).
         theta: the base.
         scaling: stretches low frequencies. Default: none.
         device: where to put them.
@@ -74,6 +75,7 @@ def rotary_frequencies(
         Su et al., RoFormer, 2021, arXiv 2104.09864.
 
     Example:
+        >>> from deqseq.layers import rotary_frequencies
         >>> rotary_frequencies(4, 10000.0)
         tensor([1.0000, 0.0100])
     """
@@ -92,14 +94,15 @@ def rotary_tables(
     frequencies: Float[Tensor, " half"],
     dtype: torch.dtype,
 ) -> RotaryTables:
-    """Cosines and signed sines for these positions, each ``(batch, length, 1, headdim)``.
+    """Cosines, and sines that are negated in the first half of the channels, for these positions,
+    each ``(batch, length, 1, headdim)``.
 
     Angles have the dtype of ``frequencies``. In the public Llama code they are float32 in models of
     any dtype, and weights were trained with that rounding.
 
     Args:
         positions: ``(batch, length)``; a batch of one serves all rows. In a grid each token has
-            two, ``(batch, length, 2)``: half of the channels turns with either.
+            two, ``(batch, length, 2)``: half of the channels turn by the first, half by the second.
         frequencies: of :func:`rotary_frequencies`, ``(headdim / 2,)``; in a grid half as many.
         dtype: of the result.
 
@@ -107,6 +110,8 @@ def rotary_tables(
         TypeError, ValueError: frequencies or positions of another shape or dtype.
 
     Example:
+        >>> import torch
+        >>> from deqseq.layers import rotary_tables
         >>> rotary_tables(torch.tensor([[0, 1]]), torch.tensor([0.5]), torch.float32)[0][0, 1]
         tensor([[0.8776, 0.8776]])
     """

@@ -72,7 +72,7 @@ class NormalisedConv1d(Normalised, CausalConv1d):
 
 @checked
 def apply_weight_norm(module: nn.Module) -> None:
-    r"""Reparametrise every linear map and causal convolution inside.
+    r"""Reparametrise every ``nn.Linear`` and :class:`CausalConv1d` inside.
 
     .. math:: w = g\, v / \lVert v \rVert \quad \text{per row}
 
@@ -92,6 +92,8 @@ def apply_weight_norm(module: nn.Module) -> None:
         Salimans and Kingma, Weight Normalization, NeurIPS 2016, arXiv 1602.07868.
 
     Example:
+        >>> from deqseq.layers import apply_weight_norm
+        >>> from torch import nn
         >>> layer = nn.Sequential(nn.Linear(2, 3))
         >>> apply_weight_norm(layer)
         >>> [name for name, _ in layer.named_parameters()]
@@ -131,6 +133,8 @@ def fold_weight_norm(module: nn.Module) -> None:
         module: changed in place.
 
     Example:
+        >>> from deqseq.layers import apply_weight_norm, fold_weight_norm
+        >>> from torch import nn
         >>> layer = nn.Linear(2, 3)
         >>> apply_weight_norm(layer)
         >>> fold_weight_norm(layer)
@@ -176,11 +180,12 @@ def with_weights(module: M) -> M:
         module: stays as it is.
 
     Returns:
-        The copy; the module itself if nothing inside is parametrised, in ``torch.export``, and if
-        ``fully_shard`` has sharded parts of it, which hand their gradients on when their own
-        backward pass ends.
+        The copy; the module itself if nothing inside is parametrised, in ``torch.export``, or if
+        ``fully_shard`` has sharded parts of it.
 
     Example:
+        >>> from deqseq.layers import apply_weight_norm, with_weights
+        >>> from torch import nn
         >>> layer = nn.Linear(2, 3)
         >>> apply_weight_norm(layer)
         >>> with_weights(layer).weight.shape

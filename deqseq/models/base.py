@@ -35,7 +35,7 @@ class Model(nn.Module, ABC):
         >>> exactly = model(x, solver=dq.Naive(), stop=dq.Stop.exactly(5))
         >>> torch.allclose(evaluation.states, exactly.value)
         True
-        >>> cache = model.commit(None, evaluation, torch.tensor([1, 3]))  # tokens of each row
+        >>> cache = model.commit(None, evaluation, torch.tensor([1, 3]))  # 1 token of row 0, 3 of 1
     """
 
     d_model: int
@@ -60,21 +60,24 @@ class Model(nn.Module, ABC):
         start: Start | Sequence | None = None,
         iterations: int = 1,
     ) -> Evaluation:
-        """Run a fixed number of iterations, without a test for convergence or a commit.
+        """Run a fixed number of plain iterations, whatever the solver, without a test for
+        convergence or a commit.
 
         Args:
             x: embedded tokens, ``(batch, length, d_model)``.
             cache: cache of the tokens before. Default: there are none.
             start: where the iteration begins, as in :class:`SolveConfig`, or states to begin from,
-                ``(batch, length, d_model)``. Default: the model's own ``start``.
-            iterations: evaluations of its map, at least 1. An explicit model runs its layers once,
-                from ``x``.
+                ``(batch, length, state_width)``, usually ``d_model`` wide. Default: the model's
+                own ``start``.
+            iterations: evaluations of the model's map, at least 1. An explicit model runs its
+                layers once, from ``x``.
 
         Returns:
             States, and what :meth:`commit` needs, without a graph.
 
         Raises:
             TypeError, ValueError: an argument of the wrong type or shape.
+            NotImplementedError: the backbone is not causal or has no ``advance``.
         """
 
     @abstractmethod

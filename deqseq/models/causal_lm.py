@@ -37,7 +37,7 @@ from deqseq.step import Callback
 from deqseq.types import Mask, Sequence, float32_at_least, is_dense
 
 Tokens = Integer[Tensor, "batch length"]
-"""Ids of tokens, of any integer dtype."""
+"""Ids of tokens: int64, int32, int16, int8 or uint8."""
 TRANSFORMERS = ("save_pretrained", "push_to_hub", "config", "generation_config")
 """Attributes that users of transformers expect."""
 IGNORED = -100
@@ -70,7 +70,7 @@ class CausalLM(TokenModel):
         vocab_size: number of tokens.
         model: an :class:`ImplicitModel`, :class:`ExplicitModel` or :class:`RecurrentDepth`.
         embedding_std: standard deviation of the initial embedding.
-        tied: whether the head shares the embedding's weights, as in the paper.
+        tied: whether the head has the embedding's weights, as in the paper; ``head`` is then None.
         embedding_dropout: probability that a number of an embedded token is zero in training; drawn
             once, before the solve.
         embedding_scale: factor of the embedded tokens, first rounded to their dtype, as in Gemma.
@@ -81,7 +81,7 @@ class CausalLM(TokenModel):
         TypeError, ValueError: an argument of the wrong type or out of its range.
 
     Example:
-        >>> import deqseq as dq
+        >>> import torch, deqseq as dq
         >>> backbone = dq.Mamba2(dq.Mamba2Config(d_model=16, d_state=4, headdim=8))
         >>> lm = dq.CausalLM(10, dq.ImplicitModel(backbone))
         >>> output = lm(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]]))
@@ -160,7 +160,7 @@ class CausalLM(TokenModel):
         """Predict a token at every position.
 
         Args:
-            input_ids: ``(batch, length)``.
+            input_ids: token ids, 0 to ``vocab_size - 1``, ``(batch, length)``.
             labels: token ids, usually ``input_ids``, ``(batch, length)``: the logits at ``t - 1``
                 are scored against the label at ``t``.
             targets: token ids, as in state tracking, ``(batch, length)``: the logits at ``t`` are
@@ -184,6 +184,9 @@ class CausalLM(TokenModel):
             ValueError: a bad shape, ids outside the vocabulary, both labels and targets, or nothing
                 to score.
             TypeError: an option that the model does not take.
+            ConvergenceError: with ``throw``, as in :meth:`ImplicitModel.forward`.
+            NotImplementedError: a cache, or a sweep other than :class:`Simultaneous`, with a
+                backbone that has no ``advance``.
         """
         input_ids = self._token_ids(input_ids)
         answers = self._answers(input_ids, labels, targets, mask)
@@ -230,17 +233,20 @@ class CausalLM(TokenModel):
             window: how many tokens are iterated together. With 1, each token is solved before the
                 next is chosen. Default: 8, but 1 where a window is an error: an explicit model, a
                 solver of another library, no tolerance, or ``start="input"``. Next tokens are
-                chosen every ``stop.check_every`` iterations; with outer layers, at least every 2.
+                chosen every ``stop.check_every`` iterations; in a :class:`RecurrentDepth`, every
+                second one at most.
             mask: bool, True at real tokens of the prompts, ``(batch, length)``, for prompts of
                 unequal length; padding may be anywhere. Default: no padding.
             cache: cache of the tokens before the prompts, as returned by a call of the model.
                 Default: the prompts begin the sequence.
             temperature: divides the logits; with 0 the most probable token is taken.
-            top_k: draw among this many of the most probable tokens. Default: all.
-            top_p: draw among the most probable tokens that together have this probability. Default:
-                all.
-            seed: seed of the draws. The draws of a row depend on it and on the row's position in
-                the batch, not on the window or other rows. Default: torch's global generator.
+            top_k: draw among this many of the most probable tokens; needs a ``temperature``.
+                Default: all.
+            top_p: draw among the most probable tokens that together have this probability; needs a
+                ``temperature``. Default: all.
+            seed: seed of the draws, -2**63 to 2**64 - 1. The draws of a row depend on it and on the
+                row's position in the batch, not on the window or other rows. Default: torch's
+                global generator.
             stop_tokens: each row ends with the first of these that it generates.
             pad_token: fills the rows that have ended.
             callback: called with :class:`NewTokens` when tokens are committed.
@@ -254,11 +260,13 @@ class CausalLM(TokenModel):
             solve converged.
 
         Raises:
-            ValueError: a bad shape, ids outside the vocabulary, or a number out of its range.
+            ValueError: a bad shape, ids outside the vocabulary, a number out of its range,
+                ``top_k`` or ``top_p`` without a temperature, a window where it must be 1, or logits
+                that are not finite.
             TypeError: an option that the model does not take.
 
         Example:
-            >>> import deqseq as dq
+            >>> import torch, deqseq as dq
             >>> lm = dq.CausalLM(10, dq.ImplicitModel(dq.Affine(16)))
             >>> lm.generate(
             ...     torch.tensor([[1, 2, 3]]), max_new_tokens=5, temperature=1.0, seed=0

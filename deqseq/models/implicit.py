@@ -122,7 +122,7 @@ class ImplicitModel(BackboneModel):
         Expressivity, ICML 2025, arXiv 2502.07827, section 3.
 
     Example:
-        >>> import deqseq as dq
+        >>> import torch, deqseq as dq
         >>> model = dq.ImplicitModel(
         ...     dq.Affine(4), dq.SolveConfig(solver=dq.Anderson(), stop=dq.Stop(rtol=1e-6))
         ... )
@@ -190,9 +190,9 @@ class ImplicitModel(BackboneModel):
             value of the solve.
 
         Warns:
-            ConvergenceWarning: in eval mode, a row spent its budget or diverged; in training
-                mode, a row diverged or all failed, unless ``stop`` is checked only at its last
-                iteration. Once per model and mode.
+            ConvergenceWarning: in eval mode, a row spent its budget or diverged; in training mode,
+                a row diverged or none converged, unless ``stop.check_every`` is at least
+                ``stop.max_steps``. Never without a tolerance. Once per model and mode.
 
         Raises:
             ConvergenceError: with ``throw``, names the rows that failed, their residuals and a

@@ -81,9 +81,9 @@ class Evaluation:
     """What a model's ``evaluate`` returns: some tokens after a few iterations, before a commit.
 
     Attributes:
-        point: the states before the last iteration, ``(batch, length, d_model)``.
-        states: the states after it, ``(batch, length, d_model)``, from which a later evaluation can
-            continue.
+        point: the states before the last iteration, ``(batch, length, state_width)``.
+        states: the states after it, ``(batch, length, state_width)``, from which a later evaluation
+            can continue.
         value: the input of the head, ``(batch, length, d_model)``: the states, unless layers follow
             the core.
         aux: what ``commit`` needs of this evaluation.
@@ -119,16 +119,16 @@ class Generation:
         tokens: ``(batch, new)``; the padding token after a row's end.
         lengths: number of tokens of each row, including its stop token, ``(batch,)``.
         iterations: iterations of the state that each token was chosen from, ``(batch, new)``; in a
-            window, since its input was final. The first token has the largest number of the
-            prompt. 0 after a row's end; None for an explicit model.
+            window, counted from the last change of its input. The first token has the largest
+            number over the tokens of the prompt. 0 after a row's end; None for an explicit model.
         converged: whether the state that each token was chosen from converged, ``(batch, new)``;
             True after a row's end; None for an explicit model.
         evaluations: sequential calls of the map after the prompt's solve, shared by all rows; None
             for an explicit model.
         updates: sum over the tokens of each row of the evaluations that they took part in, after
             the prompt's solve, ``(batch,)``; None for an explicit model.
-        guessed: number of tokens whose input was guessed right before the previous token was
-            committed, ``(batch,)``; 0 without a window.
+        guessed: how many inputs of a row had been guessed right in the window before they were
+            known, ``(batch,)``; 0 without a window.
     """
 
     tokens: Int64[Tensor, "batch new"]

@@ -36,7 +36,8 @@ def preset(name: str) -> LanguageModelSpec:
     are ``explicit``, ``pretrain`` (bounded: at most 4 iterations, then 1 phantom step) and
     ``implicit`` (free: at most 24 iterations, for Llama 32, for its 370m 24, then 4 phantom steps).
     Solves are damped by 0.8 and end at a relative difference of 0.05 of each token, with 4 times
-    the budget in evaluation. The reference code trains undamped and measures a sequence by one
+    the budget in evaluation; ``mamba2-state-tracking``, the state-tracking model, has 32 iterations
+    and 2,048 in evaluation. The reference code trains undamped and measures a sequence by one
     norm; :func:`deqseq.integrations.foreign.from_reference_config` gives that.
 
     Args:
@@ -53,6 +54,7 @@ def preset(name: str) -> LanguageModelSpec:
         configuration files of its public code.
 
     Example:
+        >>> from deqseq import preset
         >>> spec = preset("mamba2-1.3b-implicit")
         >>> spec.backbone.n_layers, spec.solve.stop.max_steps, spec.eval_solve.stop.max_steps
         (48, 24, 96)
@@ -102,7 +104,7 @@ PRESETS: Mapping[str, LanguageModelSpec] = MappingProxyType(
     }
     | {"mamba2-state-tracking": _STATE_TRACKING}
 )
-"""All presets, by name."""
+"""The :class:`LanguageModelSpec` of each preset, by name."""
 
 
 WEIGHTS = Path(__file__).parent / "weights"
@@ -142,7 +144,8 @@ EXAMPLES: Mapping[str, LanguageModelSpec] = MappingProxyType(
     }
     | {"swaps": _SWAPS}
 )
-"""The trained language models by name; the metadata of each file says how it was made."""
+"""The :class:`LanguageModelSpec` of each trained language model, by name, without ``"sudoku"``. The
+metadata of its file of weights says how it was trained."""
 
 
 @overload
@@ -165,8 +168,8 @@ def load_example(name: str) -> Any:
       is not a fixed point.
     - ``"a5"``: one Mamba2 block, trained on products of up to 16 factors, each one of two elements
       of A5, the smallest group that is not solvable; says after each factor which of the 60
-      elements the product is. Right at all of 64 tokens, and at 98 % of 256 tokens. Its inputs are
-      those of ``WordProblem(group, generators(group, 2))`` in :mod:`deqseq.tasks`.
+      elements the product is. Right at every position of 64 tokens, and at 98 % of those of 256.
+      Its inputs are those of ``WordProblem(group, generators(group, 2))`` in :mod:`deqseq.tasks`.
     - ``"balls"``: one Mamba2 block, trained on stories of up to 12 swaps of balls; says in which
       cup a ball is. Its words are those of :class:`deqseq.tasks.Balls`. In stories of 96 swaps it
       answers 98 % of the last questions.
@@ -192,6 +195,7 @@ def load_example(name: str) -> Any:
         ValueError: an unknown name.
 
     Example:
+        >>> from deqseq import load_example
         >>> import torch
         >>> lm = load_example("parity")
         >>> output = lm(torch.tensor([[1, 0, 1, 1, 1]]))

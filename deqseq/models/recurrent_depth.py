@@ -43,6 +43,7 @@ class RecurrentDepth(Model):
         Approach, 2025, arXiv 2502.05171.
 
     Example:
+        >>> from deqseq import RecurrentDepth
         >>> import torch, deqseq as dq
         >>> def layers(n):
         ...     return dq.Llama(dq.LlamaConfig(d_model=16, n_heads=2, n_layers=n, injection=False))

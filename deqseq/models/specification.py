@@ -58,6 +58,7 @@ class DecoderLayers:
         ValueError: ``end`` is not above ``first``.
 
     Example:
+        >>> from deqseq.models.specification import DecoderLayers
         >>> DecoderLayers(64, 4, 12).n_layers
         8
     """
@@ -95,12 +96,13 @@ class LanguageModelSpec:
 
     Args:
         vocab_size: number of tokens.
-        backbone: sizes of the backbone, or of the core of a recurrent-depth model. Its own
+        backbone: sizes of the backbone, or of the core of a recurrent-depth model: a
+            :class:`Mamba2Config`, :class:`LlamaConfig` or :class:`DecoderLayers`. Its own
             ``injection`` is used in implicit and looped models if ``injection`` is not set here.
         solve: how the fixed point is found and differentiated. None makes an explicit model, which
             runs the layers once, or ``steps`` times.
         eval_solve: the same in eval mode. Default: ``solve``.
-        tied: whether the head is the embedding.
+        tied: whether the head has the embedding's weights.
         embedding_std: standard deviation of the initial embedding.
         embedding_dropout: probability that a number of an embedded token is zero in training.
         embedding_scale: factor of the embedded tokens.
@@ -120,6 +122,7 @@ class LanguageModelSpec:
         ValueError: fields that do not go together.
 
     Example:
+        >>> from deqseq import LanguageModelSpec, Mamba2Config
         >>> spec = LanguageModelSpec(10, Mamba2Config(d_model=16, d_state=4, headdim=8))
         >>> type(spec.build().model).__name__, type(spec.explicit().build().model).__name__
         ('ImplicitModel', 'ExplicitModel')
@@ -182,7 +185,7 @@ class LanguageModelSpec:
         return {name: sizes for name, sizes in every.items() if sizes is not None}
 
     def explicit(self) -> "LanguageModelSpec":
-        """The baseline of the same layers: run once, without an injection."""
+        """The explicit model of the same layers, without a solve: run once, or ``steps`` times."""
         return replace(self, solve=None, eval_solve=None, injection=None)
 
     def build_model(
@@ -241,6 +244,8 @@ def specification_of(lm: CausalLM, embedding_std: float = 0.02) -> LanguageModel
             only.
 
     Example:
+        >>> from deqseq import LanguageModelSpec, Mamba2Config
+        >>> from deqseq.models.specification import specification_of
         >>> spec = LanguageModelSpec(10, Mamba2Config(d_model=16, d_state=4, headdim=8))
         >>> specification_of(spec.build()) == spec
         True

@@ -49,7 +49,7 @@ class TokenClassifier(TokenModel):
         TypeError, ValueError: an argument of the wrong type or out of its range.
 
     Example:
-        >>> import deqseq as dq
+        >>> import torch, deqseq as dq
         >>> config = dq.LlamaConfig(d_model=16, n_heads=2, causal=False)
         >>> cells = torch.cartesian_prod(torch.arange(3), torch.arange(3))
         >>> model = dq.TokenClassifier(4, 2, dq.ImplicitModel(dq.Llama(config)), positions=cells)
@@ -101,7 +101,7 @@ class TokenClassifier(TokenModel):
         """Predict the class of every token.
 
         Args:
-            input_ids: ``(batch, length)``.
+            input_ids: token ids, 0 to ``vocab_size - 1``, ``(batch, length)``.
             targets: classes, ``(batch, length)``; -100 (such as at the givens of a puzzle) and
                 padding are left out of the loss.
             mask: bool, True at real tokens, ``(batch, length)``; padding may be anywhere in a row.
@@ -120,6 +120,7 @@ class TokenClassifier(TokenModel):
         Raises:
             ValueError: a bad shape, ids or targets out of their range, or nothing to score.
             TypeError: an option that the model does not take.
+            ConvergenceError: with ``throw``, as in :meth:`ImplicitModel.forward`.
             NotImplementedError: a sweep other than :class:`Simultaneous`, of a model that is not
                 causal.
         """

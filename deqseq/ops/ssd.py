@@ -52,7 +52,7 @@ def ssd(
             are differences of float32 sums over a chunk, with few digits under strong decay. The
             reference takes differences in float64. Default: 64 in the reference, 256 in the
             kernels.
-        backend: a :data:`deqseq.ops.Backend`; compiled functions take ``"auto"`` for the reference.
+        backend: a :data:`deqseq.ops.Backend`; in compiled functions ``"auto"`` is the reference.
 
     Returns:
         ``y``, of the shape and dtype of ``x``; the state after the last token, of the shape of
@@ -68,6 +68,7 @@ def ssd(
         Dao and Gu, Transformers are SSMs, ICML 2024, arXiv 2405.21060.
 
     Example:
+        >>> from deqseq.ops.ssd import ssd
         >>> import torch
         >>> x, dt = torch.ones(1, 3, 1, 1), torch.ones(1, 3, 1)
         >>> B = C = torch.ones(1, 3, 1, 1)

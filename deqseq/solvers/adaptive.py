@@ -39,7 +39,7 @@ class AdaptiveMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class Adaptive(Solver[AdaptiveMemory]):
-    r"""Relaxed iteration that adapts the step of every token, between 0.05 and 3.
+    r"""Relaxed iteration that adapts the step of every token, up to 3.
 
     .. math:: z_t \leftarrow z_t + \tau_t\, r_t, \qquad r = f(z) - z, \qquad
               \tau_t \leftarrow \min\left(

@@ -13,7 +13,8 @@ S = TypeVar("S")
 
 
 class Solver(ABC, Generic[S]):
-    """One step of a fixed-point algorithm. A solver is its configuration: a frozen dataclass.
+    """One step of a fixed-point algorithm. A solver is its configuration: write one with settings
+    as a frozen dataclass.
 
     The loop in :func:`deqseq.solve` evaluates the map, measures residuals, freezes rows and stops;
     a solver only proposes the next point. It never calls the map, so that evaluation counts are
@@ -22,6 +23,7 @@ class Solver(ABC, Generic[S]):
     Example:
         A solver of your own; :class:`deqseq.Anderson` is one with a memory.
 
+        >>> from deqseq import Solver
         >>> import torch, deqseq as dq
         >>> class Halfway(Solver[None]):
         ...     def init(self, z0):
@@ -37,10 +39,11 @@ class Solver(ABC, Generic[S]):
     combines: ClassVar[bool] = False
     """Whether a step combines several past points, as that of :class:`deqseq.Anderson` does.
 
-    Such a step can jump to a distant point at which the relative residual is small. So a token
-    converges only if it passes two consecutive checks, and has not grown to more than 1e4 times its
-    first size. Such a solver can also converge where the map expands, so that ``z`` meets the
-    tolerance and ``f(z)`` does not. So models return ``z``, as :func:`deqseq.solve` always does.
+    Such a step can jump to a distant point at which the relative residual is small. So after its
+    first check a token converges only if it passes two consecutive checks, and has not grown to
+    more than 1e4 times its first size. Such a solver can also converge where the map expands, so
+    that ``z`` meets the tolerance and ``f(z)`` does not. So models return the ``z`` of a row that
+    converged, as :func:`deqseq.solve` does with every solver.
     """
 
     owns_loop: ClassVar[bool] = False
@@ -82,8 +85,8 @@ class Solver(ABC, Generic[S]):
         """
 
     def restart(self, state: S, z: State, rows: RowIndex) -> S:
-        """The memory ``state`` with some ``rows``, ``(rows,)``, restarted: those whose window has
-        moved.
+        """``state`` with the memory of some ``rows``, int64 ``(rows,)``, begun anew, because their
+        windows have moved.
 
         Write your own if the first step changes shapes or numbers in the memory; ``z`` is the next
         point to evaluate, ``(batch, *event)``.
@@ -120,10 +123,12 @@ class Solver(ABC, Generic[S]):
 class ExternalSolver(Solver[None]):
     """A solver of another library, which owns its loop.
 
-    It solves one block of tokens after another. Then the library evaluates the map once at its
-    result, for value, residual, status and ``aux``. All evaluations are counted.
+    It solves one block of tokens after another; a window of several blocks (:class:`Sliding`) is a
+    ValueError. Then deqseq evaluates the map once at its result, for value, residual, status and
+    ``aux``. All evaluations are counted.
 
     Example:
+        >>> from deqseq import ExternalSolver
         >>> import torch, deqseq as dq
         >>> class TheirLoop(ExternalSolver):
         ...     def run(self, f, z0, stop):

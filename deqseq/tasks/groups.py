@@ -41,6 +41,8 @@ class FiniteMonoid:
         TypeError: a label that is not hashable.
 
     Example:
+        >>> import torch
+        >>> from deqseq.tasks import FiniteMonoid
         >>> minimum = FiniteMonoid(
         ...     "min", ("low", "high"), torch.tensor([[0, 0], [0, 1]]), identity=1
         ... )
@@ -121,6 +123,7 @@ def direct_product(*factors: FiniteMonoid) -> FiniteMonoid:
         ValueError: there is no factor, or the product is too large.
 
     Example:
+        >>> from deqseq.tasks import direct_product
         >>> from deqseq.tasks import parse_group
         >>> direct_product(parse_group("Z2"), parse_group("Z2")).elements
         ((0, 0), (0, 1), (1, 0), (1, 1))
@@ -147,9 +150,9 @@ def direct_product(*factors: FiniteMonoid) -> FiniteMonoid:
 def generators(monoid: FiniteMonoid, count: PositiveInt) -> tuple[int, ...]:
     """The canonical generating subset of a given size, as ids.
 
-    S_n: (2, 1, 3, ...) and the n-cycle (2, ..., n, 1). A_n: the cycle of all points (n odd) or all
-    but 1, and (2, 3, 1, 4, ...). Otherwise the first subset without the identity that generates, in
-    lexicographic order of the ids.
+    Two for S_n: (2, 1, 3, ...) and the n-cycle (2, ..., n, 1). Two for A_n: the cycle of all points
+    (n odd) or all but 1, and (2, 3, 1, 4, ...). Otherwise the first subset without the identity
+    that generates, in lexicographic order of the ids.
 
     Args:
         monoid: the monoid to generate.
@@ -159,6 +162,7 @@ def generators(monoid: FiniteMonoid, count: PositiveInt) -> tuple[int, ...]:
         ValueError: none of the first 10,000 subsets of that size generates the monoid.
 
     Example:
+        >>> from deqseq.tasks import generators
         >>> from deqseq.tasks import parse_group
         >>> a5 = parse_group("A5")
         >>> [a5.elements[g] for g in generators(a5, 2)]
@@ -280,12 +284,14 @@ def parse_group(name: str) -> FiniteMonoid:
         name: one of these with a number for n, or several of them joined by "x".
 
     Raises:
-        ValueError: another name, or a number that is too large.
+        ValueError: another name, a number out of its range, or a product of more than 1,024
+            elements.
 
     References:
         Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827.
 
     Example:
+        >>> from deqseq.tasks import parse_group
         >>> parse_group("A5xM").order
         240
         >>> parse_group("D3").elements

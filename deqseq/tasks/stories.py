@@ -24,7 +24,7 @@ class Answers(NamedTuple):
 
     Attributes:
         targets: ids of the answers at the last word of each question, -100 elsewhere.
-        hops: how many sentences each answer depends on, -1 elsewhere.
+        hops: how many steps lie behind each answer, as the kind of story counts them, -1 elsewhere.
     """
 
     targets: Int64[Tensor, "batch length"]
@@ -39,6 +39,7 @@ class Story(Task):
     batch have equally many words: shorter ones are filled with empty sentences at random places.
 
     Example:
+        >>> from deqseq.tasks import Story
         >>> class Echo(Story):
         ...     words, ends, chance = ("a", "b", "?", "."), (".", "?"), 1 / 2
         ...
@@ -46,9 +47,10 @@ class Story(Task):
         ...         return [f"{drawn.choice('ab')} ." for _ in range(length)] + ["?"]
         ...
         ...     def follow(self, sentences):
+        ...         said = ("a", 0)
         ...         for sentence in sentences:
-        ...             yield (said, 1) if sentence == ["?"] else None
-        ...             said = sentence[0]
+        ...             yield said if sentence == ["?"] else None
+        ...             said = (sentence[0], 1) if len(sentence) == 2 else said
         >>> echo = Echo()
         >>> echo.decode(echo.answers(echo.encode("a . b . ?")[None]).targets[0, -1:])
         'b'
@@ -71,7 +73,8 @@ class Story(Task):
 
     @abstractmethod
     def follow(self, sentences: Iterable[list[str]]) -> Iterator[Answer | None]:
-        """The answer to each of the ``sentences`` that is a question, None for the others.
+        """One value for each of the ``sentences``: for a question the answer, None for any other,
+        also for the empty sentence, ``[ends[0]]``.
 
         Raises:
             ValueError: a sentence that this kind of story does not have.
@@ -160,6 +163,7 @@ class Balls(Story):
         questions: questions per swap, above 0 and at most 1, at random places and one at the end.
 
     Example:
+        >>> from deqseq.tasks import Balls
         >>> task = Balls()
         >>> story = task.encode("swap 1 and 3 . swap 3 and 5 . where is 5 ?")
         >>> targets, hops = task.answers(story[None])
@@ -231,6 +235,7 @@ class Programs(Story):
     assignments on the longest path to a value, each repetition separately.
 
     Example:
+        >>> from deqseq.tasks import Programs
         >>> task = Programs()
         >>> program = task.encode("x = 3 ; y = x + 9 ; repeat 2 : x = x + y ; print x ;")
         >>> targets, hops = task.answers(program[None])

@@ -43,6 +43,8 @@ class Task(ABC):
     others.
 
     Example:
+        >>> import torch
+        >>> from deqseq.tasks import Task, WordBatch
         >>> class Copy(Task):
         ...     vocab_size, chance = 8, 1 / 8
         ...
@@ -83,7 +85,9 @@ class Task(ABC):
 
         Args:
             batch: sequences per batch.
-            length: length of the strings, or several lengths; each batch draws one uniformly.
+            length: size of the sequences in the unit of the task: tokens of a word problem, swaps
+                of :class:`Balls`, assignments of :class:`Programs`; or several sizes, of which each
+                batch draws one.
             seed: 0 to 2**31 - 1. The data are independent of those of :meth:`fixed`, for any seed
                 there.
             device: device of the batches. Default: the CPU.
@@ -115,7 +119,8 @@ class Task(ABC):
         seed: Seed,
         device: torch.device | str | None = None,
     ) -> WordBatch:
-        """A fixed data set for evaluation: ``size`` strings of a ``length``, on a ``device``.
+        """A fixed data set for evaluation: ``size`` sequences of one ``length``, in the unit of
+        :meth:`batches`, on a ``device``.
 
         The same ``seed``, 0 to 2**31 - 1, gives the same data, which are independent of those of
         :meth:`batches`.
@@ -187,6 +192,7 @@ class WordProblem(Task):
         Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827.
 
     Example:
+        >>> from deqseq.tasks import WordProblem
         >>> from deqseq.tasks import generators, parse_group
         >>> task = WordProblem(parse_group("A5"), inputs=generators(parse_group("A5"), 2))
         >>> batch = task.fixed(2, 8, seed=0)
@@ -270,6 +276,7 @@ def prefix_products(
         TypeError, ValueError: another shape or dtype, or ids that are not in the monoid.
 
     Example:
+        >>> import torch
         >>> from deqseq.tasks import parse_group, prefix_products
         >>> prefix_products(parse_group("Z5"), torch.tensor([[3, 4, 1]]))
         tensor([[3, 2, 3]])

@@ -28,14 +28,18 @@ class BackboneContract:
 
     It checks single evaluations first, at any state, with their gradients, and then whole solves,
     for which the backbone must contract, or ``config`` name a solver that finds its fixed point.
-    All tests use a copy in float64, and all but one use eval mode. Tests of the cache are skipped
-    for a backbone that is not causal or has no ``advance``.
+    It checks that tokens depend on earlier ones only (unless ``causal`` is False), that rows are
+    independent and padding is not seen, that nothing is changed in place, and that a solve is the
+    same with a cache as without. Tests use a copy in float64 (that of dtypes also in others), and
+    all but one eval mode. Those of the cache are skipped for a backbone that is not causal or has
+    no ``advance``.
 
     Attributes:
         backbone: the backbone, of any width.
         config: how its fixed point is found; the tolerance must be tight.
 
     Example:
+        >>> from deqseq.testing import BackboneContract
         >>> import deqseq as dq
         >>> class TestAffine(BackboneContract):
         ...     backbone = dq.Affine(8)

@@ -28,14 +28,16 @@ class SolverContract:
     """The suite for a solver: subclass it as ``TestName``, and set ``solver``.
 
     It checks that the solver finds fixed points that are known in closed form, in float64 and in
-    half precision; that the value it returns passes the tolerance; that rows are independent of
-    each other, bit for bit, also of one that becomes NaN, and when finished rows are removed from
-    its state; that nothing is modified in place; and that the iteration can be differentiated.
+    half precision; that the value it returns passes the tolerance; that each row has the same
+    result, bit for bit, whatever the others do, also if one becomes NaN, and when finished rows are
+    removed from the solver's memory; that a row begun anew is as a new solve; that nothing is
+    modified in place; and that the iteration can be differentiated.
 
     Attributes:
         solver: the solver.
 
     Example:
+        >>> from deqseq.testing import SolverContract
         >>> import deqseq as dq
         >>> class TestDamped(SolverContract):
         ...     solver = dq.Relaxed(0.9)

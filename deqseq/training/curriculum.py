@@ -19,8 +19,8 @@ class Curriculum:
     transformers: :class:`deqseq.integrations.huggingface.callbacks.CurriculumCallback`.
 
     Args:
-        phases: phases with distinct names and increasing ends; the last end is None, or 1 in
-            fractions.
+        phases: phases with distinct names and increasing ends; the last end may be None, and in
+            fractions must be None or 1. The last phase goes on after its end.
         unit: unit of the ends: ``"fraction"`` of the run, optimizer ``"steps"``, or ``"tokens"``.
 
     Raises:
@@ -32,6 +32,7 @@ class Curriculum:
         (4+1)-, (24+4)- and (32+4)-models.
 
     Example:
+        >>> from deqseq.training import Curriculum
         >>> from deqseq.training import bounded, free
         >>> Curriculum((bounded(), free())).at(0.9).name
         'free'

@@ -28,9 +28,9 @@ def parameter_groups(
 
     Not decayed are embeddings and a head tied to one; scales of norms; biases, ``dt_bias``, ``D``
     and ``A_log``; and magnitudes of weight-normalised maps, :math:`g` in :math:`w = g\, v / \lVert
-    v \rVert`. All other parameters are decayed, including the directions :math:`v`. Their gradient
-    is orthogonal to :math:`v`, so every step makes them longer; decay keeps their length, and so
-    the rate at which they turn, from drifting.
+    v \rVert`. All other parameters of two dimensions or more are decayed, including the directions
+    :math:`v`. Their gradient is orthogonal to :math:`v`, so every step makes them longer; decay
+    keeps their length, and so the rate at which they turn, from drifting.
 
     Args:
         model: any module, of this library or of transformers.
@@ -49,6 +49,7 @@ def parameter_groups(
         Regularization versus Batch and Weight Normalization, 2017, arXiv 1706.05350.
 
     Example:
+        >>> from deqseq.training import parameter_groups
         >>> import torch, deqseq as dq
         >>> lm = dq.CausalLM(
         ...     10, dq.ImplicitModel(dq.Llama(dq.LlamaConfig(d_model=16, n_heads=2, mlp_width=32)))
@@ -102,10 +103,10 @@ def jacobian_regularisation(
               \lVert J^\top v \rVert^2, \qquad J = \frac{\partial f}{\partial z}(z^*),
 
     where :math:`n` is the number of elements of a row's state; the mean over the rows is returned.
-    A few draws estimate it without bias (Hutchinson), and it bounds the squared spectral radius.
-    Tensors that ``f`` closes over get a gradient, by a second derivative of ``f``; the point itself
-    gets none, as in the paper. Fused kernels of Mamba2 have no second derivative: train with
-    ``Mamba2Config(backend="reference")``.
+    A few draws estimate it without bias (Hutchinson); of one row, :math:`n` times this value bounds
+    the squared spectral radius. Tensors that ``f`` closes over get a gradient, by a second
+    derivative of ``f``; the point itself gets none, as in the paper. Fused kernels of Mamba2 have
+    no second derivative: train with ``Mamba2Config(backend="reference")``.
 
     Args:
         f: the map.
@@ -122,6 +123,8 @@ def jacobian_regularisation(
         2021, arXiv 2106.14342, equation 5.
 
     Example:
+        >>> import torch
+        >>> from deqseq.training import jacobian_regularisation
         >>> W = torch.diag(torch.tensor([0.5, 0.1]))
         >>> generator = torch.Generator().manual_seed(0)
         >>> f, z_star = lambda z: z @ W, torch.zeros(1, 2)
@@ -155,6 +158,7 @@ class NonFiniteLoss(FloatingPointError):
     """The loss, or another number that the next training step depends on, is NaN or infinite.
 
     Example:
+        >>> from deqseq.training import NonFiniteLoss
         >>> issubclass(NonFiniteLoss, ArithmeticError)
         True
     """
@@ -175,7 +179,7 @@ def check_finite(
     so that all stop together.
 
     Args:
-        value: one number, as a tensor ``()`` or ``(1,)``.
+        value: a real number, or a tensor with one element.
         step: number of finished optimizer steps.
         phase: the curriculum's phase, for the message.
         quantity: what the value is.
@@ -186,6 +190,7 @@ def check_finite(
         ValueError: a tensor of several numbers.
 
     Example:
+        >>> from deqseq.training import check_finite
         >>> import torch
         >>> check_finite(torch.tensor(0.5), step=3)
         0.5

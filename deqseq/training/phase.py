@@ -45,6 +45,7 @@ class PoissonLogNormal:
         Models to Think Deeper with Retrofitted Recurrence, 2025, arXiv 2511.07384: the rise.
 
     Example:
+        >>> from deqseq.training import PoissonLogNormal
         >>> [PoissonLogNormal(32).draw(step) for step in range(8)]
         [25, 21, 41, 27, 11, 23, 34, 40]
         >>> [PoissonLogNormal(32, rise="linear").draw(step, step / 8) for step in range(8)]
@@ -113,6 +114,7 @@ class Phase:
             above 0.
 
     Example:
+        >>> from deqseq.training import Phase
         >>> import deqseq as dq
         >>> Phase(
         ...     "exact", 0.9, dq.SolveConfig(stop=dq.Stop(rtol=1e-6), gradient=dq.Implicit())
@@ -206,12 +208,18 @@ def bounded(
     Args:
         steps: iterations.
         phantom: steps of :class:`deqseq.Phantom`; for another gradient write a :class:`Phase`.
-        until: where the phase ends. Default: at 80 % of the tokens, as in the paper.
+        until: where the phase ends, in the unit of its :class:`Curriculum`. Default: 0.8, a
+            fraction of the run (in the paper, 80 % of the tokens); give it for steps and tokens.
         name: for logs and checkpoints.
-        base: everything else: solver, sweep, start, and how its ``stop`` measures.
+        base: gives the solver, the sweep, the start, and of its ``stop`` the norm and the limit of
+            divergence; its gradient and budget are not used.
         eval_base: the same in eval mode. Default: ``base``.
 
+    Raises:
+        TypeError, ValueError: an argument of the wrong type or out of its range.
+
     Example:
+        >>> from deqseq.training import bounded
         >>> bounded(4, 1).solve.stop.max_steps, bounded(4, 1).eval_solve.stop.max_steps
         (4, 16)
     """
@@ -240,10 +248,15 @@ def free(
         rtol: relative tolerance.
         until: where the phase ends. None: it ends with the run.
         name: for logs and checkpoints.
-        base: everything else: solver, sweep, start, and how its ``stop`` measures.
+        base: gives the solver, the sweep, the start, and of its ``stop`` the norm and the limit of
+            divergence; its gradient and budget are not used.
         eval_base: the same in eval mode. Default: ``base``.
 
+    Raises:
+        TypeError, ValueError: an argument of the wrong type or out of its range.
+
     Example:
+        >>> from deqseq.training import free
         >>> (
         ...     free(32).solve.stop.max_steps,
         ...     free(32).eval_solve.stop.max_steps,
@@ -285,6 +298,7 @@ def unrolled(
         ValueError: ``last`` is larger than a fixed number of ``steps``.
 
     Example:
+        >>> from deqseq.training import PoissonLogNormal, unrolled
         >>> unrolled(8, until=0.4).solve.gradient
         Unrolled(checkpoint=False, last=None)
         >>> unrolled(PoissonLogNormal(32), last=8, until=None).solve.gradient

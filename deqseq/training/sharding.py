@@ -43,6 +43,7 @@ def gather_once(model: nn.Module) -> None:
         arXiv 2304.11277.
 
     Example:
+        >>> from deqseq.training import gather_once
         >>> import deqseq as dq
         >>> lm = dq.CausalLM(10, dq.ImplicitModel(dq.Affine(16)))
         >>> gather_once(lm)  # after fully_shard(block) for the blocks, and fully_shard(lm)

@@ -67,6 +67,7 @@ class Fields:
     """The fields of a configuration; a field that no table names is refused.
 
     Example:
+        >>> from deqseq.integrations.foreign.engine import Fields, only, unused
         >>> fields = Fields({"width": 4, "hieght": 2}, "toy configuration: ")
         >>> fields.take(
         ...     {

@@ -49,14 +49,15 @@ def from_pretrained(
         folder_or_name: a folder, or a name on the hub, such as ``"tomg-group-umd/huginn-0125"``.
         dtype: of the weights. Default: as they are stored.
         revision: a branch, tag or commit on the hub.
-        steps: how often the core or the layers run, at least 1. Default: the core is solved, and
-            Ouro makes the ``total_ut_steps`` of its configuration.
+        steps: how often the core or the layers run, at least 1. Default: a core is solved, Ouro
+            runs ``total_ut_steps`` times, other models once.
 
     Returns:
         The model in eval mode.
 
     Raises:
-        FileNotFoundError: no such folder, or one without these files.
+        FileNotFoundError: no such folder, or no ``config.json`` or weights in it.
+        ImportError: a name on the hub, without the extra ``hf``.
         ValueError: a ``dtype`` of integers; a configuration that is not computed here; a file that
             is cut short; tensors that are missing, unexpected or of another shape.
 
@@ -66,6 +67,8 @@ def from_pretrained(
         2502.07827 (the paper).
 
     Example:
+        >>> import torch
+        >>> from deqseq.integrations.foreign import from_pretrained
         >>> lm = from_pretrained("tomg-group-umd/huginn-0125", torch.bfloat16)  # doctest: +SKIP
     """
     if dtype is not None and not dtype.is_floating_point:
@@ -81,18 +84,25 @@ def from_state(
     state: Mapping[str, Tensor],
     steps: PositiveInt | None = None,
 ) -> CausalLM:
-    """The same from a parsed ``config.json`` and a state dict, such as those of a loaded model.
+    """A model of another library from a parsed ``config.json`` and a state dict, such as those of a
+    loaded model; :func:`from_pretrained` says what it becomes.
 
     Args:
         config: the configuration, as its own library writes it: ``model.config.to_dict()`` of
             transformers, ``vars(model.config)`` of mamba_ssm.
-        state: the tensors, under its own names; they are copied.
+        state: the tensors, under the names of that library; they are copied.
         steps: as in :func:`from_pretrained`.
 
     Returns:
         The model in eval mode, its weights in their own dtypes.
 
+    Raises:
+        TypeError, ValueError: a configuration that is not computed here; tensors that are missing,
+            unexpected, not finite or of another shape.
+
     Example:
+        >>> import torch
+        >>> from deqseq.integrations.foreign import from_state
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> sizes = {
         ...     "hidden_size": 16,

@@ -175,6 +175,7 @@ def from_reference_config(config: Mapping[str, Any]) -> LanguageModelSpec:
             names the field.
 
     Example:
+        >>> from deqseq.integrations.foreign import from_reference_config
         >>> block = {
         ...     "block_type": "transformer",
         ...     "block_cfg": {"n_head": 4},
@@ -302,6 +303,7 @@ def to_reference_state(state: Mapping[str, Tensor], spec: LanguageModelSpec) -> 
         ValueError: tensors that are missing, unexpected or of another shape.
 
     Example:
+        >>> from deqseq.integrations.foreign import to_reference_state
         >>> import deqseq as dq
         >>> spec = dq.LanguageModelSpec(10, dq.LlamaConfig(d_model=16, n_heads=2))
         >>> state = to_reference_state(spec.build().state_dict(), spec)

@@ -47,6 +47,7 @@ class ImplicitCache(TransformersCache):
         solves: how the tokens of each call were solved, in order; empty for an explicit model.
 
     Example:
+        >>> from deqseq.integrations.huggingface import ImplicitCache
         >>> cache = ImplicitCache()
         >>> cache.get_seq_length(), cache.batch_size
         (0, -1)

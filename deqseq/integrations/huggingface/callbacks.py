@@ -26,9 +26,10 @@ class CurriculumCallback(TrainerCallback, ExportableState):
 
     The phase is chosen, and its budget drawn if it has a ``depth``, before every step. The
     Trainer's checkpoints contain the curriculum: a resumed run continues in its phase with the same
-    draws, and resuming with another curriculum is an error. The configuration says how the model is
-    solved, without draws between steps, so that a checkpoint is loaded as the model that was
-    trained.
+    draws, and resuming with another curriculum is an error. Between steps the model's configuration
+    has the phase with the budget that is not drawn, so that a saved checkpoint is solved as in that
+    phase. Fractions are those of ``max_steps``; ends in tokens need
+    ``TrainingArguments(include_num_input_tokens_seen="all")``.
 
     Args:
         curriculum: the phases; or their JSON, as the Trainer finds it in a checkpoint with
@@ -39,6 +40,8 @@ class CurriculumCallback(TrainerCallback, ExportableState):
         TypeError, ValueError: what a configuration cannot name; JSON that does not fit.
 
     Example:
+        >>> from deqseq.integrations.huggingface import CurriculumCallback
+        >>> from deqseq.training import Curriculum
         >>> from deqseq.training import bounded, free
         >>> callback = CurriculumCallback(Curriculum((bounded(), free(24))))
         >>> callback.state()["args"]["curriculum"]["unit"]
@@ -122,12 +125,13 @@ class CurriculumCallback(TrainerCallback, ExportableState):
 class SolveLog(TrainerCallback):
     """Adds how the solves of training went to what a Trainer logs with its loss.
 
-    ``iterations`` is their mean over the tokens that were solved, ``converged`` the share of rows,
-    both since the last log; of several processes, of the one that logs. Importing
+    ``iterations`` is their mean number per solved token, ``converged`` the share of rows, both
+    since the last log; with several processes, of the one that logs. Importing
     :mod:`deqseq.integrations.huggingface` adds it to every Trainer; to the log of other models and
     of explicit ones it adds nothing. ``trainer.remove_callback(SolveLog)`` removes it.
 
     Example:
+        >>> from deqseq.integrations.huggingface import SolveLog
         >>> from transformers.trainer import DEFAULT_CALLBACKS
         >>> SolveLog in DEFAULT_CALLBACKS
         True

@@ -99,6 +99,7 @@ class DeqseqConfig(PreTrainedConfig):
         StrictDataclassError: a field of the wrong type.
 
     Example:
+        >>> from deqseq.integrations.huggingface import DeqseqConfig
         >>> sizes = {"name": "LlamaConfig", "d_model": 64, "n_heads": 4}
         >>> config = DeqseqConfig(vocab_size=100, backbone=sizes, solve={"stop": {"rtol": 1e-4}})
         >>> config.hidden_size, config.head_dim, config.specification().solve.stop.rtol
@@ -211,6 +212,7 @@ class DeqseqConfig(PreTrainedConfig):
             TypeError: a solver, gradient or sweep that a configuration cannot name.
 
         Example:
+            >>> from deqseq.integrations.huggingface import DeqseqConfig
             >>> import deqseq as dq
             >>> spec = dq.preset("mamba2-130m-implicit")
             >>> DeqseqConfig.from_specification(spec, eos_token_id=0).specification() == spec

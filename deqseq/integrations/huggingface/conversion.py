@@ -31,8 +31,9 @@ EVAL = SolveConfig(Naive(), Stop(rtol=1e-3, max_steps=32))
 def from_causal_lm(lm: CausalLM, **fields: Any) -> DeqseqForCausalLM:
     """A model of transformers that computes the same; weights are shared, not copied.
 
-    ``config.solve`` of the result is also how ``lm`` is solved from now on. Layers of a decoder
-    bring its generation configuration, but for ``cache_implementation``.
+    ``config.solve`` of the result is also how ``lm`` is solved from now on. The
+    generation configuration of a decoder whose layers it has is copied, without
+    ``cache_implementation``.
 
     Args:
         lm: of Mamba2 and Llama backbones, or of the layers of a transformers decoder, as from
@@ -42,9 +43,10 @@ def from_causal_lm(lm: CausalLM, **fields: Any) -> DeqseqForCausalLM:
     Raises:
         TypeError: another model, or a part that a configuration cannot name.
         ValueError: parts that share weights; a norm other than the coda's; a field that ``lm``
-            decides; weights that follow from no configuration.
+            decides; weights whose names or shapes a configuration does not give.
 
     Example:
+        >>> from deqseq.integrations.huggingface import from_causal_lm
         >>> import deqseq as dq
         >>> spec = dq.LanguageModelSpec(10, dq.Mamba2Config(d_model=16, d_state=4, headdim=8))
         >>> model = from_causal_lm(spec.build(), eos_token_id=0)
@@ -97,6 +99,7 @@ def to_causal_lm(model: DeqseqForCausalLM) -> CausalLM:
         TypeError: another model.
 
     Example:
+        >>> from deqseq.integrations.huggingface import from_causal_lm, to_causal_lm
         >>> import deqseq as dq
         >>> lm = dq.LanguageModelSpec(10, dq.LlamaConfig(d_model=16, n_heads=2)).build()
         >>> to_causal_lm(from_causal_lm(lm)).model is lm.model
@@ -127,6 +130,8 @@ def from_decoder(model: PreTrainedModel) -> CausalLM:
         ValueError: a family or a model that does not fit, and why; or a model without a head.
 
     Example:
+        >>> import torch
+        >>> from deqseq.integrations.huggingface import from_decoder
         >>> from transformers import Gemma2Config, Gemma2ForCausalLM
         >>> heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
         >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
@@ -155,11 +160,11 @@ def retrofit(
     .. math:: e = \mathrm{prelude}(x), \qquad z^* = \mathrm{core}(\mathrm{enter}(z^*, e)), \qquad
               y = \mathrm{head}(\mathrm{coda}(z^*))
 
-    Before any training, one iteration from zero is the pretrained model. With ``"concat"``, whose
-    gate is 0, any number of iterations is; with ``"add"`` and ``"decay"`` the core sees its own
-    output from the second iteration on, for which it was not trained. With
-    ``ConcatInjection(width, gate=0.5)`` one iteration from the input is the pretrained model
-    (``start="input"``); the model of the tutorial gained from its loops so. Fine-tune the result,
+    Before any training, and with ``dropped=0``, one iteration from zero is the pretrained model.
+    With ``"concat"``, whose gate is 0, any number of iterations is; with ``"add"`` and ``"decay"``
+    the core sees its own output from the second iteration on, for which it was not trained. With
+    ``ConcatInjection(width, gate=0.5)`` and ``start="input"``, one iteration is the pretrained
+    model; trained so, the model of the tutorial gains from more iterations. Fine-tune the result,
     with a number of iterations that is drawn for every update: :func:`deqseq.training.unrolled`.
 
     Args:
@@ -192,6 +197,7 @@ def retrofit(
         Recurrence, 2025, arXiv 2511.07384.
 
     Example:
+        >>> from deqseq.integrations.huggingface import retrofit
         >>> import torch, deqseq as dq
         >>> from transformers import Qwen3Config, Qwen3ForCausalLM
         >>> heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}

@@ -50,7 +50,8 @@ class DecoderBackbone(Backbone[LlamaCache]):
     an injection: ``deqseq.Injected(DecoderBackbone(model), injection)``.
 
     Args:
-        model: without dropout. Its attention implementation is read at each call.
+        model: a model of transformers, without dropout. Its attention implementation is read at
+            each call.
         layers: which of its layers to run, a contiguous part. Default: all.
         final_norm: whether the model's final norm follows.
 
@@ -60,6 +61,8 @@ class DecoderBackbone(Backbone[LlamaCache]):
             of the layers.
 
     Example:
+        >>> import torch
+        >>> from deqseq.integrations.huggingface import DecoderBackbone
         >>> from transformers import Qwen3Config, Qwen3ForCausalLM
         >>> heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
         >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4}

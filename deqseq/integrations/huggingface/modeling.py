@@ -257,10 +257,10 @@ class DeqseqModel(DeqseqPreTrainedModel):
         embed_tokens: the embedding.
 
     Example:
+        >>> import torch
         >>> from deqseq.integrations.huggingface import DeqseqConfig, DeqseqModel
         >>> sizes = {"name": "LlamaConfig", "d_model": 16, "n_heads": 2}
-        >>> config = DeqseqConfig(vocab_size=9, backbone=sizes)
-        >>> model = DeqseqModel(config).eval()
+        >>> model = DeqseqModel(DeqseqConfig(vocab_size=9, backbone=sizes)).eval()
         >>> cache = model(torch.tensor([[1, 2]])).cache
         >>> model(torch.tensor([[3]]), cache=cache).last_hidden_state.shape, cache.length
         (torch.Size([1, 1, 16]), 3)
@@ -436,6 +436,7 @@ class DeqseqForSequenceClassification(GenericForSequenceClassification, DeqseqPr
         score: the head.
 
     Example:
+        >>> import torch
         >>> from transformers import AutoModelForSequenceClassification
         >>> from deqseq.integrations.huggingface import DeqseqConfig
         >>> sizes = {"name": "LlamaConfig", "d_model": 16, "n_heads": 2}

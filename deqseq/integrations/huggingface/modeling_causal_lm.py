@@ -71,7 +71,7 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, TheirGeneration):
         lm_head: the head; its weight is that of the embedding if the configuration ties them.
 
     Example:
-        >>> import deqseq as dq
+        >>> import torch, deqseq as dq
         >>> from deqseq.integrations.huggingface import DeqseqConfig, DeqseqForCausalLM
         >>> config = DeqseqConfig(vocab_size=9, backbone=dq.Mamba2Config(16, headdim=8))
         >>> model, prompt = DeqseqForCausalLM(config), torch.tensor([[1, 2, 3]])
@@ -185,7 +185,7 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, TheirGeneration):
         generation_config: GenerationConfig | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As in transformers, in eval mode (in all threads), with two more keywords.
+        """As in transformers, in eval mode (which other threads see, too), with two more keywords.
 
         They can also be fields of the generation configuration.
 
@@ -201,11 +201,11 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, TheirGeneration):
                 ``return_dict_in_generate=True``.
 
                 ``window``: how many tokens of a row are decoded at once, as by
-                :meth:`deqseq.CausalLM.generate`. Processors, stopping criteria and streamers are
-                called for committed tokens, in order. A cache that is given is not changed, and
-                none is returned; the numbers are in ``generation`` of the output. Beams, guidance,
-                no cache, ``prefill_chunk_size`` and returned hidden states decode one by one, with
-                a warning.
+                :meth:`deqseq.CausalLM.generate`. Default: one token after another. Processors,
+                stopping criteria and streamers are called for committed tokens, in order. A cache
+                that is given is not changed, and none is returned; the numbers are in
+                ``generation`` of the output. Beams, guidance, no cache, ``prefill_chunk_size`` and
+                returned hidden states decode one by one, with a warning.
 
         Returns:
             What transformers returns: ``(batch, length + new)``, or an output object.
