@@ -1,11 +1,11 @@
 """How much of the state the residual path needs, and how fast a text model then converges.
 
 One block of Mamba2 or Llama, 96 wide, predicts the next character of Shakespeare's plays: 2,400
-updates of 24 rows of 128 characters, with a whole residual path (``skip_scale`` 1) and a quarter of
-it. Each is solved by ``Naive`` and by ``Adaptive``, which may take longer steps than 1, on plays
-that are held out: iterations of a token, one token at a time, and evaluations and updates of a
-token in a window of 8; how many of 96 continuations by 64 characters are those of one token at a
-time; and the spectral radius at the last of 48 tokens.
+updates of 24 rows of 128 characters, with a whole residual path (``skip_scale`` 1), a quarter of
+it, and on one seed a tenth. Each is solved by ``Naive`` and by ``Adaptive``, which may take longer
+steps than 1, on plays that are held out: iterations of a token, one token at a time, and
+evaluations and updates of a token in a window of 8; how many of 96 continuations by 64 characters
+are those of one token at a time; and the spectral radius at the last of 48 tokens.
 
 A model is trained in 12 minutes on one core; its weights are kept in the folder of ``--weights``,
 and a later run goes on from there.
@@ -26,7 +26,8 @@ import deqseq as dq
 from deqseq.diagnostics import model_spectral_radius
 from deqseq.training import Curriculum, bounded, check_finite, free
 
-SEEDS, SCALES, WINDOWS, STEPS = (0, 1, 2), (1.0, 0.25), (1, 4, 8, 16), 2400
+SCALES = {0: (1.0, 0.25, 0.1), 1: (1.0, 0.25), 2: (1.0, 0.25)}  # of each seed
+WINDOWS, STEPS = (1, 4, 8, 16), 2400
 BACKBONES = {
     "mamba2": dq.Mamba2Config(d_model=96, d_state=16, headdim=32),
     "llama": dq.LlamaConfig(d_model=96, n_heads=4, mlp_width=192),
@@ -127,8 +128,8 @@ def all_rows(folder: Path | None, quick: bool) -> Iterable[Row]:
     train, held_out = plays(quick)
     names = ("mamba2",) if quick else tuple(BACKBONES)
     for name in names:
-        for seed in SEEDS[: 1 if quick else 3]:
-            for scale in SCALES:
+        for seed, scales in list(SCALES.items())[: 1 if quick else None]:
+            for scale in scales:
                 lm, case = spec(name, scale).build(), f"{name}, skip_scale {scale:g}, seed {seed}"
                 file = None if folder is None else folder / f"{name}_{scale:g}_{seed}.pt"
                 if file is not None and file.exists():

@@ -59,9 +59,24 @@ def take(tree: T, rows: RowIndex) -> T:
 
 def put(tree: T, rows: RowIndex, other: T) -> T:
     """``tree`` with the given rows replaced by ``other``, which has the same structure and only
-    these rows.
+    these rows; what is not a tensor is that of ``other``.
+
+    Raises:
+        TypeError: a record takes its rows by itself, so that they cannot be put back.
     """
-    return map_tensors(lambda x, new: x.index_copy(0, rows, new), tree, other)
+    if _takes_rows_itself(other):
+        raise TypeError(
+            "aux must be tensors, in dataclasses, tuples, lists and dicts, got one with "
+            "take_rows(rows), whose rows cannot be put together again"
+        )
+    return map_tensors(lambda new, x: x.index_copy(0, rows, new), other, tree)
+
+
+def _takes_rows_itself(tree: Any) -> bool:
+    """Whether a record, or one inside it, has its own ``take_rows``."""
+    if isinstance(tree, Tensor):
+        return False
+    return _take_rows(tree) is not None or any(map(_takes_rows_itself, _parts(tree)))
 
 
 def map_tensors(function: Callable[..., Tensor], tree: T, *others: T) -> T:

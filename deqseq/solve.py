@@ -237,9 +237,8 @@ class AllTokens(Found):
 
     def __init__(self, problem: Problem) -> None:
         batch, tokens = len(problem.z0), math.prod(problem.z0.shape[1:-1])
-        super().__init__(problem, tokens, tokens, tokens)
+        super().__init__(problem, length=tokens, width=tokens, room=tokens)
         self.args, self.evaluations_alone = problem.args, 0
-        self.ended = np.zeros(batch, dtype=bool)  # whether each row in z has
         self.status = np.full(batch, int(Status.MAX_STEPS_REACHED))
         self.iterations, self.updates = np.zeros((2, batch), dtype=np.int64)
         self.stored: Any = None  # value and aux, from the first removal of rows on
@@ -248,6 +247,11 @@ class AllTokens(Found):
     def none_removed(self) -> bool:
         """Whether every row of the batch is still evaluated."""
         return self.stored is None
+
+    @property
+    def ended(self) -> np.ndarray:
+        """Which of the rows that are evaluated have ended."""
+        return ~self.running[self.window.rows]
 
     @property
     def releases(self) -> bool:
@@ -261,8 +265,8 @@ class AllTokens(Found):
         checks = last or self.evaluations % stop.check_every == 0
         # the first measurement is the scale of later ones, whether it decides anything or not;
         # without a tolerance the first check sets it, and no other transfer is worth its time
-        begins = window.fresh.all() and stop.has_tolerance
-        if not checks and not begins:
+        sets_scale = window.fresh.all() and stop.has_tolerance
+        if not checks and not sets_scale:
             return False
         numbers = on_host(window.measure(z, fz, self.length))
         passed, sound = window.judge(numbers, torch.finfo(z.dtype).eps)
@@ -279,7 +283,6 @@ class AllTokens(Found):
         self.status[rows[ends_now & ~sound]] = Status.DIVERGED
         self.iterations[rows[ends_now]] = self.evaluations
         self.running[rows[ends_now]] = False
-        self.ended = ~self.running[rows]
         return True
 
     def release(self, z: State, fz: State, aux: Any, proposal: State) -> NextPoint:
@@ -290,21 +293,21 @@ class AllTokens(Found):
             return z_next, None
         if self.none_removed:
             fz, aux = map_tensors(torch.clone, (fz, aux))  # a map may fill the same buffers again
-            if problem.renew is None:  # the map is the caller's own
+            if problem.renew is None:  # models have it, and their rows do not mix
                 stay = on_device(np.flatnonzero(~ended), self.device)
                 self.evaluations_alone = check_independent(
                     problem.f, z, self.args, fz, stay, problem.has_aux
                 )
         self.store(z, fz, aux)
         staying = self.window.keep(~ended, self.device)
-        self.ended = ended[~ended]
         z_next, self.args = take((z_next, self.args), staying)
         return z_next, staying
 
     def store(self, z: State, fz: State, aux: Any) -> None:
         """Store what the rows that are evaluated return; those that go on are overwritten later."""
         rows = self.window.rows
-        diverged = at_point = self.status[rows] == Status.DIVERGED
+        diverged = self.status[rows] == Status.DIVERGED
+        at_point = diverged
         if self.problem.returns_tested:
             at_point = diverged | (self.status[rows] == Status.CONVERGED)
         places = on_device(rows, self.device)
@@ -320,7 +323,8 @@ class AllTokens(Found):
         status, steps, updates = (on_device(x, self.device) for x in arrays)
         evaluations = self.evaluations + self.evaluations_alone
         stats = SolveStats(steps, self.residual(), evaluations, updates)
-        return Solution(self.stored[0], status, stats, self.status, self.stored[1])
+        # on a CPU the tensor shares its memory with the array
+        return Solution(self.stored[0], status, stats, self.status.copy(), self.stored[1])
 
 
 def iterate(problem: Problem, found: Found, z: State) -> Solution:
@@ -340,8 +344,8 @@ def iterate(problem: Problem, found: Found, z: State) -> Solution:
     first = True
     while True:
         fz, aux = evaluated(z)
-        measured = found.judge(z, fz)
-        if measured and problem.callback is not None:
+        checked_now = found.judge(z, fz)
+        if checked_now and problem.callback is not None:
             counts = found.evaluations, stop.max_steps, int(found.running.sum())
             problem.callback(Progress(*counts, found.residual()))
         if first:
@@ -358,9 +362,10 @@ def iterate(problem: Problem, found: Found, z: State) -> Solution:
             z, staying = found.release(z, fz, aux, proposal)
             if staying is not None:
                 memory = take(memory, staying)
-            # where rows that have ended stay, a solver with a loop of its own solves them once more
+            # both have something to do only where windows have moved
             if not solver.owns_loop:
                 memory = window.carry(memory, z)
             elif (window.moved_at == found.evaluations).any():
+                # rows that have ended and stay are solved once more
                 z, memory = solver.begin(remembered, z, stop)
         del fz, proposal, aux  # not held while the map is evaluated

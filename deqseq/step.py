@@ -132,7 +132,7 @@ def check_independent(
     with torch.no_grad():
         try:
             some, _ = evaluate(f, z[rows], take(args, rows), has_aux=has_aux)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, IndexError) as error:
             raise ValueError(
                 f"f(z, args) must take some rows of z and args alone, got {len(rows)} of {len(z)} "
                 f"and failed ({error}): what it uses of each row, such as a mask, belongs in args"
@@ -160,13 +160,13 @@ def _alike(x: State, y: State) -> bool:
 def next_point(solver: Solver[Any], z: State, fz: State, memory: Any) -> tuple[State, Any]:
     """One checked step of the solver, in full precision: autocast is for the map only."""
     kind, version = z.device.type, versions(z, fz)
+    name = f"{type(solver).__name__}.step"
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
         pair = solver.step(z, fz, memory)
-    name = f"{type(solver).__name__}.step"
-    if not isinstance(pair, tuple) or len(pair) != 2:
-        got = type(pair).__name__
-        raise TypeError(f"{name} must return a pair (next point, state), got {got}")
-    check_like(name, pair[0], z, "z")
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            got = type(pair).__name__
+            raise TypeError(f"{name} must return a pair (next point, state), got {got}")
+        check_like(name, pair[0], z, "z")  # inside, because under autocast it permits other dtypes
     if versions(z, fz) != version:
         raise ValueError(
             f"{name} must not change z or fz in place: they are values of the solve. Return a new "
@@ -181,7 +181,7 @@ def carried(
     """The memory of a solver at ``z``, after tokens have moved in their windows; checked.
 
     ``fresh`` tokens, ``(rows, width)``, begin anew. ``origins`` says on the device where each
-    token was and whether it is fresh, ``(rows, width, 2)``. Default: all stayed.
+    token was and whether it is fresh, ``(rows, width, 2)``, for one transfer. None: all stayed.
     """
     rows, name = np.flatnonzero(fresh.any(axis=1)), type(solver).__name__
     if not len(rows):
@@ -203,7 +203,7 @@ def carried(
 
 def _carried_tokens(name: str, memory: Any, first: Any, origins: Tensor) -> Any:
     """``memory`` moved along; fresh tokens, and numbers of their rows, as they are at ``first``."""
-    starts, width = iter(tensors_of(first)), origins.shape[1]
+    width = origins.shape[1]
     found, wanted = ([tuple(x.shape) for x in tensors_of(tree)] for tree in (memory, first))
     if found != wanted or any(len(shape) < 2 or shape[1] not in (1, width) for shape in found):
         raise ValueError(
@@ -213,16 +213,16 @@ def _carried_tokens(name: str, memory: Any, first: Any, origins: Tensor) -> Any:
     places, of_token = origins[..., 0], origins[..., 1].bool()
     of_row = of_token.any(dim=1, keepdim=True)
 
-    def along(old: Tensor) -> Tensor:
-        is_fresh = of_row
-        if old.shape[1] > 1:
-            is_fresh, old = of_token, old.gather(1, like(places, old).expand_as(old))
-        return torch.where(like(is_fresh, old), next(starts), old)
-
     def like(x: Tensor, old: Tensor) -> Tensor:
         return x.reshape(*x.shape, *[1] * (old.ndim - 2))
 
-    return map_tensors(along, memory)
+    def along(old: Tensor, start: Tensor) -> Tensor:
+        if old.shape[1] == 1:
+            return torch.where(like(of_row, old), start, old)
+        moved = old.gather(1, like(places, old).expand_as(old))
+        return torch.where(like(of_token, old), start, moved)
+
+    return map_tensors(along, memory, first)
 
 
 def returned_value(

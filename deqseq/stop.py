@@ -13,7 +13,6 @@ from torch import Tensor
 from deqseq.arguments import NonNegativeFloat, PositiveInt, Within, checked, shown, versions
 from deqseq.types import Residual, State, float32_at_least, is_dense
 
-LARGEST = torch.finfo(torch.float32).max
 Numbers = Any
 """One number per token, ``(rows, tokens)``: tensors, or arrays of NumPy."""
 
@@ -33,8 +32,7 @@ def token_norms(x: State) -> Float[Tensor, "batch tokens"]:
     accumulate = float32_at_least(x)
     if x.ndim == 1:
         return x.abs().to(accumulate)[:, None]
-    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=x.ndim == 2, dtype=accumulate)
-    return norms if norms.ndim == 2 else norms.flatten(1)
+    return torch.linalg.vector_norm(x, dim=-1, dtype=accumulate).reshape(len(x), -1)
 
 
 class Pair(NamedTuple):
@@ -47,7 +45,7 @@ class Pair(NamedTuple):
 NEAR = 100
 """How many tolerances a token that passes may be away from its fixed point, as estimated."""
 
-ROUNDED = 1e-4
+NEGATIVE = 1e-4
 """A residual of a rule may be negative by this, as a divergence that is rounded is."""
 
 ROUNDING = 8
@@ -57,6 +55,9 @@ ROUNDING = 8
 class Rule(ABC):
     """A residual of your own, for ``Stop(norm=...)``: a token passes if its residual is at most
     ``atol + rtol``, and passes the test of the secant in :class:`Stop`.
+
+    The residual stands for :math:`d`, and 1 for :math:`s`. So the size of a state is not seen: it
+    is the rule that must not be finite where the state is not.
 
     Example:
         Tokens converge when their predictions stop changing. The residual is the KL divergence of
@@ -111,7 +112,8 @@ class Stop:
               (\mathrm{atol} + \mathrm{rtol} \cdot s).
 
     If the state drifts, :math:`r` does not change, and the row spends its budget. At the first
-    measurement of a token, only its residual is tested.
+    measurement of a token, and where :math:`d` is below eight units of rounding of :math:`s`, only
+    the residual is tested.
 
     Args:
         rtol: relative tolerance.
@@ -223,7 +225,7 @@ class Stop:
             Which tokens pass, which have not diverged, and the limit for the next measurement.
         """
         difference, scale = numbers[:2]
-        if isinstance(self.norm, Rule) and bool((difference < -ROUNDED).any()):
+        if isinstance(self.norm, Rule) and bool((difference < -NEGATIVE).any()):
             lowest = np.nanmin(difference)
             raise ValueError(
                 f"{type(self.norm).__name__}.residual must not be negative, got {lowest:.2e}"
@@ -232,7 +234,8 @@ class Stop:
             if fresh.any():
                 reference = np.maximum(difference, scale).clip(min=1)
                 new_limit = np.where(fresh & (reference < math.inf), self.divergence * reference, 0)
-                limit = np.maximum(limit, new_limit.max(axis=1, keepdims=True).clip(max=LARGEST))
+                largest = np.finfo(new_limit.dtype).max
+                limit = np.maximum(limit, new_limit.max(axis=1, keepdims=True).clip(max=largest))
             sound = (difference <= limit) & (scale < math.inf)
             passed = (difference <= self.rtol * scale + self.atol) & sound
             return passed, sound, limit

@@ -57,8 +57,8 @@ class TokenArgs(NamedTuple):
         """The tokens of a window, ``(rows, width)``, which may be committed.
 
         Args:
-            shared: places in the sequence, for inputs that all rows share.
-            separate: places in all sequences, one after another, for inputs of each row.
+            shared: positions, for inputs of one row that all share.
+            separate: ``row * length + position``, for inputs of each row.
             cache: of the tokens before the window.
             mask: True at real tokens. Default: all of them are.
         """
@@ -81,7 +81,7 @@ class TokenArgs(NamedTuple):
     def per_token(self, solution: Solution) -> Solution:
         """A solution with statistics per token, and the cache after these tokens as its ``aux``."""
         stats, shape = solution.stats, solution.value.shape[:2]
-        if stats.iterations.ndim == 2:
+        if stats.iterations.ndim == 2:  # of a sweep, whose aux is its cache
             return solution
 
         def expanded(numbers: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class TokenArgs(NamedTuple):
         return replace(solution, stats=stats, aux=cache)
 
     def check_sweep(self, length: int) -> None:
-        """Refuse inputs that cannot be divided into tokens, and a backbone that cannot commit."""
+        """Refuse inputs that cannot be divided into tokens."""
         for x in tensors_of(self.inputs):
             if x.ndim < 2 or x.shape[1] != length:
                 raise ValueError(

@@ -56,7 +56,7 @@ class Window:
         self.known_since = np.zeros((rows, width), dtype=np.int64)
         self.fresh = np.ones((rows, width), dtype=bool)  # not measured since then
         self.limit = np.zeros((rows, 1), dtype=np.float32)  # see Stop.judge
-        self.first_size = np.zeros((rows, width), dtype=np.float32)
+        self.first_size = np.zeros((rows, width), dtype=np.float32)  # the larger of d and s
         # in the row's last measurement, where a token has to pass in two of them
         self.passed_before = np.zeros((rows, width), dtype=bool)
         self.before: Pair | None = None
@@ -64,15 +64,16 @@ class Window:
         self.origins: Tensor | None = None
 
     def measure(
-        self, z: State, fz: State, block: int, rows: np.ndarray | None = None
+        self, z: State, fz: State, block: int, takes_part: np.ndarray | None = None
     ) -> Float[Tensor, "numbers rows width"]:
         """The numbers of :meth:`Stop.measure`.
 
-        Only the flagged ``rows``, by default all, keep the measurement for the next one.
+        Only rows that are True in ``takes_part``, by default all, keep the measurement for the next
+        one.
         """
         numbers, pair = self.stop.measure(z, fz, block, self.before)
-        if self.before is not None and rows is not None and not rows.all():
-            flags = per_row(on_device(rows, z.device), z)
+        if self.before is not None and takes_part is not None and not takes_part.all():
+            flags = per_row(on_device(takes_part, z.device), z)
             pairs = zip(pair, self.before, strict=True)
             pair = Pair(*(torch.where(flags, new, old) for new, old in pairs))
         if self.stop.has_tolerance:
@@ -80,7 +81,9 @@ class Window:
         return numbers
 
     def remembered(self, f: Callable[[State], tuple[State, Any]]) -> Callable[[State], Any]:
-        """``f`` whose last evaluation is the one before the next measurement."""
+        """``f`` that notes each evaluation as the one before the next measurement: a solver with a
+        loop of its own calls it.
+        """
 
         def evaluated(z: State) -> tuple[State, Any]:
             fz, aux = f(z)
@@ -91,16 +94,16 @@ class Window:
         return evaluated
 
     def judge(
-        self, numbers: np.ndarray, precision: float, rows: np.ndarray | None = None
+        self, numbers: np.ndarray, precision: float, takes_part: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Which tokens pass, and which have not diverged, each ``(rows, width)``.
 
-        Only the flagged ``rows``, by default all, take anything in, so that no row depends on
-        another one. ``precision`` is that of the state.
+        Only rows that are True in ``takes_part``, by default all, take anything in, so that no row
+        depends on another one. ``precision`` is that of the state.
         """
-        if rows is None:
-            rows = np.ones(len(self.rows), dtype=bool)
-        flags = rows[:, None]
+        if takes_part is None:
+            takes_part = np.ones(len(self.rows), dtype=bool)
+        flags = takes_part[:, None]
         passed, sound, limit = self.stop.judge(numbers, self.limit, self.fresh)
         # a solver with a loop of its own has remembered its last evaluation: none is the first
         is_first = self.fresh & (not self.solver.owns_loop)
@@ -110,19 +113,19 @@ class Window:
         if self.solver.combines:
             size = np.where(self.fresh, numbers[:2].max(axis=0), self.first_size)
             passed = passed & (numbers[1] <= GROWTH * size)
+            # twice in a row, or at the first measurement
             confirmed = passed & (self.passed_before | self.fresh)
             self.first_size = np.where(flags, size, self.first_size)
             self.passed_before = np.where(flags, passed, self.passed_before)
             passed = confirmed
-        if limit is not self.limit:
-            self.limit = np.where(flags, limit, self.limit)
+        self.limit = np.where(flags, limit, self.limit)
         self.fresh = self.fresh & ~flags
         return passed, sound
 
     def move(self, counts: np.ndarray, evaluations: int) -> np.ndarray:
-        """Leave the first ``counts`` tokens of each row; where each token of a window was before.
+        """Drop the first ``counts`` tokens of each window; the place that each token had before.
 
-        A token that enters has the place of the last one. :meth:`shift` follows.
+        A token that enters has that of the last one. :meth:`shift` needs these places.
         """
         places = counts[:, None] + np.arange(self.width)
         source = np.minimum(places, self.width - 1)
@@ -133,6 +136,11 @@ class Window:
         self.change(places >= self.width, evaluations)
         self.moved_at = np.where(counts > 0, evaluations, self.moved_at)
         return source
+
+    def change(self, tokens: np.ndarray, evaluations: int) -> None:
+        """Forget what is known of ``tokens``, ``(rows, width)``, whose input is new."""
+        self.fresh = self.fresh | tokens
+        self.known_since = np.where(tokens, evaluations, self.known_since)
 
     def shift(self, source: np.ndarray, device: torch.device) -> Tensor:
         """Move the last measurement of each token along, and at :meth:`carry` the solver's memory,
@@ -145,16 +153,6 @@ class Window:
             self.before = Pair(*(states.gather(1, index) for states in self.before))
         return places
 
-    def change(self, tokens: np.ndarray, evaluations: int) -> None:
-        """Forget what is known of ``tokens``, ``(rows, width)``, whose input is new."""
-        self.fresh = self.fresh | tokens
-        self.known_since = np.where(tokens, evaluations, self.known_since)
-
-    def carry(self, memory: Any, z: State) -> Any:
-        """The solver's memory at ``z``, the next point, after tokens have moved or changed."""
-        origins, self.origins = self.origins, None
-        return carried(self.solver, memory, z, origins, self.fresh)
-
     def keep(self, stay: np.ndarray, device: torch.device) -> RowIndex:
         """Remove all rows but those that ``stay``, ``(rows,)``; where these were before."""
         self.rows, self.moved_at = self.rows[stay], self.moved_at[stay]
@@ -165,6 +163,11 @@ class Window:
         self.before, self.origins = take((self.before, self.origins), staying)
         return staying
 
+    def carry(self, memory: Any, z: State) -> Any:
+        """The solver's memory at ``z``, the next point, after tokens have moved or changed."""
+        origins, self.origins = self.origins, None
+        return carried(self.solver, memory, z, origins, self.fresh)
+
 
 class Found(ABC):
     """What a solve has found of the whole batch; :func:`deqseq.solve.iterate` asks it what to do.
@@ -174,7 +177,7 @@ class Found(ABC):
         window: these rows and tokens.
         evaluations: how many there were.
         running: which rows of the batch have not ended, ``(batch,)``.
-        numbers: the latest d and s of each token, ``(2, batch, tokens)``.
+        numbers: the latest d and s of each token, ``(2, batch, room)``.
     """
 
     args: Any
@@ -204,7 +207,7 @@ class Found(ABC):
 
     @abstractmethod
     def release(self, z: State, fz: State, aux: Any, proposal: State) -> NextPoint:
-        """Freeze or store what has ended."""
+        """Freeze or store what has ended; the next point, and which rows stay in it."""
 
     @abstractmethod
     def solution(self, z: State, fz: State, aux: Any) -> Solution:
@@ -224,7 +227,8 @@ class Swept(Found):
         assert sweep is not None and sweep.block is not None
         batch, length = z0.shape[:2]
         width = sweep.width(length)
-        super().__init__(problem, length, width, length + width)  # windows may reach beyond the end
+        # windows may reach beyond the end
+        super().__init__(problem, length, width, room=length + width)
         self.block, self.all_tokens = sweep.block, tokens
         self.cache, self.returns_cache = tokens.cache, tokens.need_aux
         self.values = F.pad(z0, (0, 0, 0, width))  # final, or the states in the windows

@@ -90,3 +90,40 @@ def test_one_auxiliary_output_is_held_at_a_time():
     solution = dq.solve(f, torch.zeros(2, 3), **call)
     assert len(made) == solution.stats.evaluations > 2
     assert made[-1]() is solution.aux
+
+
+class OwnRows:
+    """A record that takes its rows by itself."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def take_rows(self, rows):
+        return OwnRows(self.tensor[rows])
+
+
+def test_aux_whose_rows_cannot_be_put_back_is_refused_when_rows_are_removed():
+    x = torch.tensor([[0.0], [1.0], [1e3]])
+    stop = dq.Stop(rtol=1e-4)
+    with pytest.raises(TypeError, match=r"aux must be tensors, .* got one with take_rows"):
+        dq.solve(
+            lambda z, x: (0.1 * x * z.cos() + x, {"nested": OwnRows(z.clone())}),
+            torch.zeros_like(x),
+            args=x,
+            has_aux=True,
+            solver=dq.Naive(),
+            stop=stop,
+        )
+
+
+def test_a_number_in_aux_is_that_of_the_last_evaluation():
+    x, calls = torch.tensor([[0.0], [1.0], [2.0]]), []
+
+    def f(z, x):
+        calls.append(len(z))
+        return (z + x) / 2, {"calls": len(calls)}
+
+    stop = dq.Stop(rtol=1e-4)
+    solution = dq.solve(f, torch.zeros_like(x), args=x, has_aux=True, solver=dq.Naive(), stop=stop)
+    assert calls[-1] < 3
+    assert solution.aux["calls"] == solution.stats.evaluations

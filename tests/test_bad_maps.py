@@ -140,6 +140,24 @@ def test_a_solver_that_breaks_its_contract(step, error, words):
         solve(lambda z, x: z / 2 + x, z, Step(step), args=z + 1)
 
 
+def test_under_autocast_a_solver_must_keep_the_dtype():
+    refused = pytest.raises(TypeError, match=r"Step.step must keep the dtype of z")
+    with refused, torch.autocast("cpu", dtype=torch.bfloat16):
+        solve(torch.cos, torch.zeros(1, 1), Step(lambda z, fz: (fz.double(), None)))
+
+
+def test_a_mask_of_all_rows_inside_of_f_is_refused_when_rows_are_removed():
+    mask, x = torch.tensor([True, False, True]), torch.tensor([[0.0], [1.0], [2.0]])
+
+    def f(z, x):
+        fz = (z + x) / 2
+        fz[mask] *= 1
+        return fz
+
+    with pytest.raises(ValueError, match="what it uses of each row, such as a mask, belongs in"):
+        solve(f, torch.zeros_like(x), args=x)
+
+
 def test_a_map_may_fill_one_buffer_again():
     """Plain iteration would take the buffer for its next point; other values that are kept have
     been copied.

@@ -180,3 +180,11 @@ def test_large_and_small_fixed_points_are_not_drift(offset, start):
     stop = Stop(rtol=1e-3, max_steps=400)
     solution = dq.solve(lambda z: 0.9 * z + offset, z0, solver=Naive(), stop=stop)
     assert solution.converged.all()
+
+
+def test_an_infinite_limit_lets_a_state_grow_as_far_as_its_dtype():
+    stop = dq.Stop(divergence=math.inf, max_steps=60)
+    z0 = torch.ones(1, 1, dtype=torch.float64)
+    solution = dq.solve(lambda z: 10 * z, z0, solver=dq.Naive(), stop=stop)
+    assert solution.status == dq.Status.MAX_STEPS_REACHED
+    torch.testing.assert_close(solution.value, 1e60 * z0)

@@ -1,7 +1,8 @@
 """Generation: tokens are chosen, committed and told to the caller until every row has ended.
 
 The states that they are chosen from come from a decoder: a solve per token, or a window of tokens
-at once. Both have three methods, called in turn. ``evaluate`` gives states for the head, ``(rows,
+at once. Both have a ``width``, a ``cache``, a number of ``evaluations``, and three methods, called
+in turn. ``evaluate`` gives states for the head, ``(rows,
 width, d_model)``, and a report, floats ``(rows, numbers)`` that ``judge`` needs on the host.
 ``judge`` says which tokens may be committed. ``move`` commits the first ``counts`` tokens of every
 row, and removes the rows that do not ``stay``.
@@ -83,11 +84,12 @@ class OneByOne:
         self._model, self._options = model, options
 
     def evaluate(self, x: Sequence) -> tuple[States, Tensor]:
+        self._device = x.device
         output = self._model(x, cache=self.cache, return_cache=True, **self._options)
         self.cache, stats = output.cache, output.stats
         states = last_real(output.value, self._options.get("mask"))
         if stats is None:
-            # not in the default dtype, which may be too narrow for the tokens
+            # status, iterations, updates, as below; the default dtype may be too narrow for tokens
             return states, torch.zeros(len(x), 3, dtype=torch.float32, device=x.device)
         self.evaluations += stats.evaluations
         columns = output.status, stats.iterations.amax(dim=1), stats.updates.sum(dim=1)
@@ -98,18 +100,17 @@ class OneByOne:
         return Verdict(np.ones_like(updates), status, iterations[:, None], updates)
 
     def move(self, counts: np.ndarray, changed: np.ndarray, stay: np.ndarray) -> None:
-        if not stay.all():
-            device = self.cache.tensors()[0].device
-            self.cache = take(self.cache, on_device(np.flatnonzero(stay), device))
+        if not stay.all():  # the solve has committed all of its tokens
+            self.cache = take(self.cache, on_device(np.flatnonzero(stay), self._device))
 
 
 class InWindow:
     """A window of tokens is iterated, whose inputs are guesses until those before are committed.
 
     A token keeps its state when its input changes; its solver begins anew, there or in its row. A
-    new token begins at the state of the one before. A row that has committed nothing in
-    ``stop.max_steps`` evaluations commits its first token as it is; one whose first token diverges
-    commits it too.
+    new token begins at the state of the one before. A row that has committed nothing when another
+    check would exceed ``stop.max_steps`` evaluations commits its first token as it is; one whose
+    first token diverges commits it too, with zeros for states that are not finite.
     """
 
     def __init__(
@@ -127,8 +128,8 @@ class InWindow:
         self._steps = min(stop.check_every, stop.max_steps)  # evaluations between two choices
         self._window = Window(stop, solver, rows, width)
         self._start: Start | Tensor = start  # where the next evaluation is
-        self._memory: Any = None  # the solver's, from its first step on
-        self._stepped = False
+        self._memory: Any = None  # the solver's; it may be None
+        self._stepped = False  # whether the solver has made its first step
 
     def evaluate(self, x: Sequence) -> tuple[States, Tensor]:
         self.evaluations += self._steps
@@ -136,13 +137,15 @@ class InWindow:
         numbers = self._window.measure(now.point, now.states, 1)
         # the head is not given states that are not finite
         finite = now.value.isfinite().all(dim=2, keepdim=True)
+        # each row's numbers one after another, which judge() divides again
         return now.value.masked_fill(~finite, 0), numbers.transpose(0, 1).flatten(1)
 
     def judge(self, report: np.ndarray, inputs_are_right: np.ndarray) -> Verdict:
         numbers = report.reshape(len(report), -1, self.width).swapaxes(0, 1)
         precision = torch.finfo(self._latest.point.dtype).eps
         passed, self._sound = self._window.judge(numbers, precision)
-        self._window.fresh |= ~self._sound  # a token that diverged, on a wrong guess, begins again
+        # a later token that diverged, perhaps on a wrong guess, begins again; its age is kept
+        self._window.fresh |= ~self._sound
         counts = np.logical_and.accumulate(passed & inputs_are_right, axis=1).sum(axis=1)
         age = self.evaluations - self._window.moved_at
         spent = (counts == 0) & (age + self._steps > self._stop.max_steps)
@@ -208,11 +211,13 @@ class _Record:
             self._callback(NewTokens(*(on_device(x, self._device) for x in copies)))
 
     def count(
-        self, rows: np.ndarray, updates: np.ndarray, right: np.ndarray, final: np.ndarray
+        self, rows: np.ndarray, updates: np.ndarray, right: np.ndarray, decided: np.ndarray
     ) -> None:
-        """Count the work of an evaluation, and which of the ``final`` inputs were guessed right."""
+        """Count the work of an evaluation, and which of the first ``decided`` inputs were guessed
+        right; that of the first token was no guess.
+        """
         self.updates[rows] += updates
-        counted = np.arange(right.shape[1]) < final[:, None]
+        counted = np.arange(right.shape[1]) < decided[:, None]
         self.guessed[rows] += (right & counted)[:, 1:].sum(axis=1)
 
     def generation(self, pad_token: int, evaluations: int | None) -> Generation:
@@ -236,7 +241,7 @@ class _Record:
 def generate(
     model: Model,
     embed: Callable[[Int64[Tensor, "batch length"]], Sequence],
-    head: Callable[[Float[Tensor, "rows d_model"]], Float[Tensor, "rows vocab"]],
+    head: Callable[[States], Logits],
     x: Sequence,
     mask: Mask | None,
     cache: Cache | None,
@@ -253,7 +258,7 @@ def generate(
     """Continue a batch of prompts: the loop of :meth:`deqseq.CausalLM.generate`.
 
     The model is in eval mode, without gradients. Everything is decided on the host, after one
-    transfer per evaluation.
+    transfer per evaluation; a commit makes one more.
     """
     core, options = solved_part(model), dict[str, Any](fields)
     if solve is not None:
@@ -263,7 +268,7 @@ def generate(
         config = resolve(core.solve_config, solve, fields)
         for_prompt = {"sweep": prompt_sweep(config), **options}
         for_token = {**options, "sweep": Simultaneous()}
-    # the first token is chosen from the prompt; no window reaches beyond the last one
+    # the first token is chosen from the prompt; the first window ends at the last one
     width, device = min(width_of(window, config), max(1, max_new_tokens - 1)), x.device
     weighted = with_weights(model)
     record = _Record(len(x), callback, device)
@@ -288,9 +293,9 @@ def generate(
         record.add(rows, tokens, counts, verdict)
         stay &= record.lengths[rows] < max_new_tokens
         if not in_prompt:
-            final = counts + stay.astype(int)  # inputs: of these tokens, and of the next one
+            decided = counts + stay.astype(int)  # inputs: of these tokens, and of the next one
             # compared once more, because settle may have replaced the sampler's tokens
-            record.count(rows, verdict.updates, _guessed_right(inputs, tokens), final)
+            record.count(rows, verdict.updates, _guessed_right(inputs, tokens), decided)
         if not stay.any():
             break
         inputs, changed = _next_inputs(inputs, tokens, counts, width)
@@ -328,7 +333,7 @@ def _after_prompt(
 def up_to_stop(
     stops: tuple[int, ...], logits: Logits, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A :data:`Settle` for given ``stops``: those up to a row's first stop token."""
+    """A :class:`Settle` for given ``stops``: those up to a row's first stop token."""
     ends = np.isin(tokens, stops) & (np.arange(tokens.shape[1]) < counts[:, None])
     stopped = ends.any(axis=1)
     return tokens, np.where(stopped, ends.argmax(axis=1) + 1, counts), ~stopped
@@ -340,8 +345,7 @@ def _next_inputs(
     """The inputs of a window after a move, and which of them are new.
 
     Inputs a, b, c, d with chosen tokens b, x, y, z (b was guessed right) and two commits give x, y,
-    z, z: where nothing has been chosen yet, the token before is guessed to follow itself, and is
-    always new.
+    z, z: a token that enters repeats the last choice, and is always new (-1 is no token).
     """
     shifted = np.concatenate([inputs[:, :1], tokens], axis=1)
     source = np.minimum(counts[:, None] + np.arange(width), inputs.shape[1])
@@ -360,7 +364,9 @@ def _guessed_right(inputs: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 
 def _check_finite(tokens: np.ndarray, counts: np.ndarray, rows: np.ndarray) -> None:
-    """Refuse a token without finite logits that may be committed; a wrong guess may have some."""
+    """Refuse a token without finite logits that may be committed; those behind a wrong guess may be
+    without.
+    """
     bad = ((tokens < 0) & (np.arange(tokens.shape[1]) < counts[:, None])).any(axis=1)
     if bad.any():
         where = rows[bad].tolist()

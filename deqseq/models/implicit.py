@@ -210,6 +210,8 @@ class ImplicitModel(BackboneModel):
         config = resolve(self.solve_config, solve, fields)
         swept = config.sweep.block is not None
         check_loaded(self.backbone, x)
+        if states is not None:
+            check_start("start", states)
         self._check(x, states, return_cache or cache is not None or swept)
         padding, needs_grad = Padding.of(x, mask), self._requires_gradient(x, states)
         with torch.set_grad_enabled(needs_grad):
@@ -308,7 +310,6 @@ class ImplicitModel(BackboneModel):
     def _check(self, x: Sequence, start: Tensor | None, commits: bool) -> None:
         check_input(x, self.backbone)
         if start is not None:
-            check_start("start", start)
             check_states(start, wide(x, self.backbone.state_width))
         if commits:
             check_commits(self.backbone)

@@ -74,7 +74,7 @@ class Anderson(Solver[AndersonMemory]):
     def step(self, z: State, fz: State, state: AndersonMemory) -> tuple[State, AndersonMemory]:
         residual = fz - z
         values, residuals = (*state.values, fz), (*state.residuals, residual)
-        gram = _bordered(state.gram, _row_products(residual, residuals).to(state.gram.dtype))
+        gram = _bordered(state.gram, _row_products(residuals).to(state.gram.dtype))
         weights = self._weights(gram, z.dtype).to(z.dtype).to(z.device)
         proposal = self._combine(weights, values, residuals)
         kept = min(len(values), int(self.memory) - 1)  # one place is for the next evaluation
@@ -95,9 +95,8 @@ class Anderson(Solver[AndersonMemory]):
             gram = gram.cpu().double()
         ridge = 10 * torch.finfo(dtype).eps if self.ridge is None else self.ridge
         eye = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
-        if (
-            torch.is_grad_enabled()
-        ):  # a residual of zero has no direction: its gradient would not be a number
+        if torch.is_grad_enabled():
+            # a residual of zero has no direction: its gradient would not be a number
             usable = (gram.diagonal(dim1=1, dim2=2) > torch.finfo(gram.dtype).tiny).all(dim=1)
             gram = torch.where(
                 usable[:, None, None], gram, eye[-1:] * eye + 1e300 * (eye - eye[-1:] * eye)
@@ -121,10 +120,9 @@ class Anderson(Solver[AndersonMemory]):
         return total
 
 
-def _row_products(x: State, others: tuple[State, ...]) -> Float[Tensor, "batch kept"]:
-    """Inner products of each row with the same row of others, accumulated in at least float32."""
-    accumulate = float32_at_least(x)
-    flat = [(one[:, None] if one.ndim == 1 else one.flatten(1)).to(accumulate) for one in others]
+def _row_products(states: tuple[State, ...]) -> Float[Tensor, "batch kept"]:
+    """Inner products of each row of the last state with that of each, in at least float32."""
+    flat = [one.reshape(len(one), -1).to(float32_at_least(one)) for one in states]
     return torch.stack([torch.linalg.vecdot(flat[-1], one) for one in flat], dim=1)
 
 

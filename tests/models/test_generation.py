@@ -3,6 +3,7 @@ that reproduce, and windows, in which the tokens are those of one by one in fewe
 """
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -338,6 +339,64 @@ def test_only_a_committed_token_that_diverges_is_flagged(seed, only_guessed):
     assert torch.equal(one.tokens, some.tokens)
     assert torch.equal(one.converged, some.converged)
     assert one.converged.all() == only_guessed
+
+
+@dataclass(frozen=True)
+class Nothing(dq.backbones.Cache):
+    """A cache without tensors."""
+
+
+class Pointwise(dq.Backbone):
+    """A map whose tokens do not see one another."""
+
+    d_model = 8
+
+    def prepare(self, x, cache=None, mask=None):
+        return x
+
+    def forward(self, z, inputs, cache=None, *, need_aux=False):
+        return torch.tanh(z.roll(1, dims=2) / 4 + inputs), z
+
+    def advance(self, cache, aux, tokens, counts=None):
+        return Nothing()
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_a_cache_need_not_have_tensors(window):
+    lm = dq.CausalLM(13, dq.ImplicitModel(Pointwise()), embedding_std=1.0).eval()
+    first = lm.generate(PROMPT, max_new_tokens=1).tokens[:, 0]
+    assert len(first.unique()) > 1
+    made = lm.generate(PROMPT, max_new_tokens=6, window=window, stop_tokens=first[0].item())
+    assert (made.lengths[first == first[0]] == 1).all()
+    assert (made.lengths[first != first[0]] > 1).all()
+
+
+@dataclass(frozen=True)
+class Breaks(dq.Naive):
+    """After the prompt, its next point is not finite in rows whose states are large."""
+
+    prompt_is_solved: list
+
+    def step(self, z, fz, state):
+        large = (fz.norm(dim=-1) > 100).any(dim=1) & bool(self.prompt_is_solved)
+        return fz.masked_fill(large[:, None, None], torch.nan), state
+
+
+def test_a_step_that_is_not_finite_ends_its_own_row_alone():
+    lm = dq.CausalLM(13, dq.ImplicitModel(dq.Affine(8), TIGHT), embedding_std=1.0, tied=False)
+    lm.double().eval()
+    lm.head.weight.data.normal_()
+    lm.head.weight.data[12] = 0  # no row chooses it
+    lm.embedding.weight.data[12] *= 1e4
+    prompt = PROMPT.clamp(max=11)
+    alone = lm.generate(prompt, max_new_tokens=4, window=4)
+    prompt[0, -1] = 12
+    told = []
+    broken = {"solver": Breaks(told), "callback": told.append}
+    made = lm.generate(prompt, max_new_tokens=4, window=4, **broken)
+    assert not made.converged[0].all()
+    assert made.converged[1:].all()
+    assert torch.equal(made.tokens[1:], alone.tokens[1:])
 
 
 class Late(dq.Affine):
