@@ -181,7 +181,7 @@ def carried(
     """The memory of a solver at ``z``, after tokens have moved in their windows; checked.
 
     ``fresh`` tokens, ``(rows, width)``, begin anew. ``origins`` says on the device where each
-    token was and whether it is fresh, ``(rows, width, 2)``, for one transfer. None: all stayed.
+    token was and whether it is fresh, ``(rows, width, 2)``, for one transfer; None if all stayed.
     """
     rows, name = np.flatnonzero(fresh.any(axis=1)), type(solver).__name__
     if not len(rows):

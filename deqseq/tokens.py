@@ -81,7 +81,7 @@ class TokenArgs(NamedTuple):
     def per_token(self, solution: Solution) -> Solution:
         """A solution with statistics per token, and the cache after these tokens as its ``aux``."""
         stats, shape = solution.stats, solution.value.shape[:2]
-        if stats.iterations.ndim == 2:  # of a sweep, whose aux is its cache
+        if stats.iterations.ndim == 2:  # a sweep has counted tokens, and its aux is the cache
             return solution
 
         def expanded(numbers: Tensor) -> Tensor:

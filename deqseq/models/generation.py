@@ -214,7 +214,7 @@ class _Record:
         self, rows: np.ndarray, updates: np.ndarray, right: np.ndarray, decided: np.ndarray
     ) -> None:
         """Count the work of an evaluation, and which of the first ``decided`` inputs were guessed
-        right; that of the first token was no guess.
+        right; the first one is always given.
         """
         self.updates[rows] += updates
         counted = np.arange(right.shape[1]) < decided[:, None]
@@ -345,7 +345,7 @@ def _next_inputs(
     """The inputs of a window after a move, and which of them are new.
 
     Inputs a, b, c, d with chosen tokens b, x, y, z (b was guessed right) and two commits give x, y,
-    z, z: a token that enters repeats the last choice, and is always new (-1 is no token).
+    z, z: a token that enters repeats the last choice, and is always new: -1 stands for none.
     """
     shifted = np.concatenate([inputs[:, :1], tokens], axis=1)
     source = np.minimum(counts[:, None] + np.arange(width), inputs.shape[1])

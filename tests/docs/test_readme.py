@@ -46,7 +46,8 @@ def test_there_are_two_set_up_commands():
     clone, *commands = [line for block in fences("") for line in block.splitlines()]
     assert clone == "git clone ADDRESS deqseq && cd deqseq"
     assert commands == [
-        'pip install -c constraints.txt -e ".[examples]" && python examples/state_tracking.py',
+        'pip install -c constraints.txt -e ".[examples]" && '
+        "python examples/state_tracking.py --steps 800",
         'pip install -c constraints.txt -e ".[test]" && pytest',
     ]
 
