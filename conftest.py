@@ -10,7 +10,6 @@ from importlib.util import find_spec
 import jaxtyping
 import pytest
 import torch
-from _pytest.doctest import DoctestItem
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that a test starts
@@ -36,7 +35,7 @@ UNCHECKED = {
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A docstring's example imports all that it uses, because readers copy it."""
     for item in items:
-        if isinstance(item, DoctestItem):
+        if isinstance(item, pytest.DoctestItem):
             item.dtest.globs = {}
 
 

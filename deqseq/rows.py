@@ -59,24 +59,22 @@ def take(tree: T, rows: RowIndex) -> T:
 
 def put(tree: T, rows: RowIndex, other: T) -> T:
     """``tree`` with the given rows replaced by ``other``, which has the same structure and only
-    these rows; what is not a tensor is that of ``other``.
-
-    Raises:
-        TypeError: a record takes its rows by itself, so that they cannot be put back.
+    these rows; what is not a tensor is that of ``other``. See :func:`check_put`.
     """
-    if _takes_rows_itself(other):
-        raise TypeError(
-            "aux must be tensors, in dataclasses, tuples, lists and dicts, got one with "
-            "take_rows(rows), whose rows cannot be put together again"
-        )
     return map_tensors(lambda new, x: x.index_copy(0, rows, new), other, tree)
 
 
-def _takes_rows_itself(tree: Any) -> bool:
-    """Whether a record, or one inside it, has its own ``take_rows``."""
+def check_put(name: str, tree: Any) -> None:
+    """Refuse a record that takes its rows by itself, so that :func:`put` cannot replace them."""
     if isinstance(tree, Tensor):
-        return False
-    return _take_rows(tree) is not None or any(map(_takes_rows_itself, _parts(tree)))
+        return
+    if _take_rows(tree) is not None:
+        raise TypeError(
+            f"{name} must be tensors, in dataclasses, tuples, lists and dicts, got a "
+            f"{type(tree).__name__} with take_rows(rows), whose rows cannot be put together again"
+        )
+    for part in _parts(tree):
+        check_put(name, part)
 
 
 def map_tensors(function: Callable[..., Tensor], tree: T, *others: T) -> T:

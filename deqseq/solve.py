@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from deqseq.arguments import Function, check_type, checked, shown
-from deqseq.rows import check_rows, map_tensors, on_device, on_host, per_row, put, take
+from deqseq.rows import check_put, check_rows, map_tensors, on_device, on_host, per_row, put, take
 from deqseq.solution import Call, Outcome, Solution, SolveStats, Status, warn_failed, worst_token
 from deqseq.solvers.base import Solver
 from deqseq.step import (
@@ -292,6 +292,7 @@ class AllTokens(Found):
         if self.args is None or 4 * ended.sum() < len(ended):
             return z_next, None
         if self.none_removed:
+            check_put("aux", aux)
             fz, aux = map_tensors(torch.clone, (fz, aux))  # a map may fill the same buffers again
             if problem.renew is None:  # models have it, and their rows do not mix
                 stay = on_device(np.flatnonzero(~ended), self.device)

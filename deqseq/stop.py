@@ -56,8 +56,8 @@ class Rule(ABC):
     """A residual of your own, for ``Stop(norm=...)``: a token passes if its residual is at most
     ``atol + rtol``, and passes the test of the secant in :class:`Stop`.
 
-    The residual stands for :math:`d`, and 1 for :math:`s`. So the size of a state is not seen: it
-    is the rule that must not be finite where the state is not.
+    The residual stands for :math:`d`, and 1 for :math:`s`. So the size of a state is not seen:
+    return a residual that is not finite where the state is not.
 
     Example:
         Tokens converge when their predictions stop changing. The residual is the KL divergence of

@@ -105,7 +105,7 @@ class OwnRows:
 def test_aux_whose_rows_cannot_be_put_back_is_refused_when_rows_are_removed():
     x = torch.tensor([[0.0], [1.0], [1e3]])
     stop = dq.Stop(rtol=1e-4)
-    with pytest.raises(TypeError, match=r"aux must be tensors, .* got one with take_rows"):
+    with pytest.raises(TypeError, match=r"aux must be tensors, .* got a OwnRows with take_rows"):
         dq.solve(
             lambda z, x: (0.1 * x * z.cos() + x, {"nested": OwnRows(z.clone())}),
             torch.zeros_like(x),

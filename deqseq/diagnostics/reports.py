@@ -128,9 +128,8 @@ def check_duality(
     """Solve the same tokens with several sweeps in eval mode, and compare them with the first.
 
     Duality: a model has the same fixed point whether its tokens are solved together or in turn. If
-        all sweeps converge and the map has one fixed point, they agree up to the tolerance. Before
-    you conclude that a model has several fixed points, check ``converged`` and tighten the
-    tolerance.
+    all sweeps converge and the map has one fixed point, they agree up to the tolerance. Before you
+    conclude that a model has several fixed points, check ``converged`` and tighten the tolerance.
 
     Args:
         model: a language model around an :class:`~deqseq.ImplicitModel`.

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
 from deqseq.arguments import check_like, versions
-from deqseq.rows import has_numbers, put, tensors_of
+from deqseq.rows import check_put, has_numbers, put, tensors_of
 from deqseq.stop import Stop
 from deqseq.types import RowIndex, State
 
@@ -108,6 +108,7 @@ class Solver(ABC, Generic[S]):
                 "step, so some rows "
                 "cannot begin anew, as in a sliding window: write restart(state, z, rows)"
             )
+        check_put(f"the memory of {type(self).__name__}", state)
         return put(state, rows, new)
 
     def begin(
