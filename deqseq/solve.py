@@ -220,9 +220,10 @@ def checked_problem(**fields: Any) -> Problem:
     """The problem of a caller, whose map, start and ``args`` are checked."""
     problem = Problem(**fields)
     f, takes = problem.f, Function(1 if problem.args is None else 2)
-    if problem.args is None and not takes.is_kind(f) and Function(2).is_kind(f):
-        raise TypeError(f"f must take z only, got {shown(f)}: give the second one as args=")
-    takes("f", f)  # refuses what cannot be called so
+    if not takes.is_kind(f):
+        if problem.args is None and Function(2).is_kind(f):
+            raise TypeError(f"f must take z only, got {shown(f)}: give the second one as args=")
+        takes("f", f)  # refuses it
     check_start("z0", problem.z0)
     check_rows("args", problem.args, len(problem.z0))
     return problem
@@ -265,8 +266,8 @@ class AllTokens(Found):
         checks = last or self.evaluations % stop.check_every == 0
         # the first measurement is the scale of later ones, whether it decides anything or not;
         # without a tolerance the first check sets it, and no other transfer is worth its time
-        sets_scale = window.fresh.all() and stop.has_tolerance
-        if not checks and not sets_scale:
+        sets_scale = stop.has_tolerance and window.fresh.all()
+        if not (checks or sets_scale):
             return False
         numbers = on_host(window.measure(z, fz, self.length))
         passed, sound = window.judge(numbers, torch.finfo(z.dtype).eps)
@@ -279,10 +280,11 @@ class AllTokens(Found):
             resumed = rows[(self.status[rows] == Status.CONVERGED) & ~passed]
             self.running[resumed], self.status[resumed] = True, Status.MAX_STEPS_REACHED
         ends_now = self.running[rows] & (last | passed | ~sound)
-        self.status[rows[ends_now & passed]] = Status.CONVERGED
-        self.status[rows[ends_now & ~sound]] = Status.DIVERGED
-        self.iterations[rows[ends_now]] = self.evaluations
-        self.running[rows[ends_now]] = False
+        if ends_now.any():
+            self.status[rows[ends_now & passed]] = Status.CONVERGED
+            self.status[rows[ends_now & ~sound]] = Status.DIVERGED
+            self.iterations[rows[ends_now]] = self.evaluations
+            self.running[rows[ends_now]] = False
         return True
 
     def release(self, z: State, fz: State, aux: Any, proposal: State) -> NextPoint:

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -65,6 +66,12 @@ def test_zero_and_nan(z, fz, status):
     solution, residual = evaluated(*(torch.full((1, 3, 2), x) for x in (z, fz)), rtol=0.0)
     assert solution.status == status
     assert (residual == 0).all() if status == Status.CONVERGED else (residual > 1e30).all()
+
+
+def test_an_infinite_state_does_not_pass_although_its_tolerance_is_infinite():
+    infinite, first = np.full((2, 1, 1), np.inf), np.ones((1, 1), dtype=bool)
+    passed, sound, _ = Stop().judge(infinite, np.zeros((1, 1)), first)
+    assert not passed.any() and not sound.any()
 
 
 # a rule of one's own
@@ -180,6 +187,15 @@ def test_large_and_small_fixed_points_are_not_drift(offset, start):
     stop = Stop(rtol=1e-3, max_steps=400)
     solution = dq.solve(lambda z: 0.9 * z + offset, z0, solver=Naive(), stop=stop)
     assert solution.converged.all()
+
+
+def test_a_state_that_begins_tiny_may_grow_to_one():
+    """The logistic map from 1e-6: its first difference times 1e4 would be too small a limit."""
+    z0 = torch.full((1, 1), 1e-6)
+    stop = Stop(rtol=1e-6)
+    solution = dq.solve(lambda z: 2 * z / (1 + z), z0, solver=Naive(), stop=stop)
+    assert solution.converged.all()
+    torch.testing.assert_close(solution.value, torch.ones(1, 1))
 
 
 def test_an_infinite_limit_lets_a_state_grow_as_far_as_its_dtype():

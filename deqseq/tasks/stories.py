@@ -217,8 +217,15 @@ class Balls(Story):
 
 
 DIGITS = "0123456789"
-FORMS = ("t = 0 ;", "t = v ;", "t = v + 0 ;", "t = v + v ;", "repeat n : t = v + v ;")
-WEIGHTS = (2, 1, 3, 8, 6)
+FORMS = (
+    "t = 0 ;",
+    "t = v ;",
+    "t = v + 0 ;",
+    "t = v + v ;",
+    "repeat n : t = t + 0 ;",
+    "repeat n : t = t + v ;",
+)
+WEIGHTS = (2, 1, 3, 6, 3, 5)
 """How often each form is drawn."""
 
 
@@ -228,9 +235,10 @@ class Programs(Story):
     """Programs of three variables, whose values are numbers modulo 10.
 
     The right side of an assignment is a variable, a number, or a sum of two. An assignment may be
-    repeated, 2 to 4 times when drawn. Variables have a value before they are read. Short programs
-    have fewer forms, as first lessons: with two assignments numbers and variables, with three also
-    sums with a number, with four also sums of variables, with five or more all. The length is the
+    repeated; when drawn, 2 to 4 times, and it then adds to its variable. Variables have a value
+    before they are read. Short programs have fewer forms, as first lessons: with two assignments
+    numbers and variables, with three also sums with a number, with four also sums of variables,
+    with five a number is added repeatedly, with six or more a variable, too. The length is the
     number of assignments; equally many values are printed, one of them at the end. Hops count the
     assignments on the longest path to a value, each repetition separately.
 
@@ -266,6 +274,8 @@ class Programs(Story):
                 form = "print v ;"
             elif named:
                 form = drawn.choices(forms, WEIGHTS[: len(forms)])[0]
+                if "t +" in form and target not in named:
+                    target = drawn.choice(named)
             choices = {"t": target, "v": named, "0": DIGITS, "n": "234"}
             story.append(" ".join(drawn.choice(choices.get(c, [c])) for c in form.split()))
             named += [target] * (kind == "assign" and target not in named)
