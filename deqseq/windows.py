@@ -334,7 +334,7 @@ class Swept(Found):
         row, column = leaves.nonzero()
         rows, tokens = self.window.rows[row], self.at[1][row, column]
         self.iterations[rows, tokens] = self.evaluations - self.window.known_since[row, column]
-        self.forced[rows, tokens] = (self.spent | self.diverged)[row]
+        self.forced[rows, tokens] = self.spent[row]
         self.status[self.window.rows[self.spent]] = Status.MAX_STEPS_REACHED
         for row in self.window.rows[self.diverged]:  # it does not reach the tokens that are left
             self.status[row] = Status.DIVERGED
