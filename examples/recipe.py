@@ -31,7 +31,13 @@ FALLING = 600  # steps in which it falls, at least
 RECENT = 10  # batches whose accuracy decides whether a length is learned
 WINDOW = 8  # tokens of the sliding window
 RNNS: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU}
-SHARES = ("dropout", "learned", "identity_probability", "eval_identity_probability")
+SHARES = (
+    "dropout",
+    "full_share",
+    "learned",
+    "identity_probability",
+    "eval_identity_probability",
+)
 
 
 @dataclass(frozen=True)
@@ -48,12 +54,14 @@ class Recipe(RunOptions):
     dropout: float = (
         0.2  # of the blocks, one mask per solve: keeps small errors from adding up over the tokens
     )
+    embedding_std: float = 0.02  # of the initial embedding
     batch: int = 128  # sequences per training step
     batch_tokens: int = (
         0  # tokens per step at most: in lessons of longer sequences there are fewer; 0: any
     )
     lengths: tuple[int, ...] = (2, 3, 4, 5, 6, 7, 8)  # lengths of the first phase, unrolled
     free_lengths: tuple[int, ...] = (8, 10, 12, 14, 16, 20, 24, 28, 32)  # lengths when solved
+    full_share: float = 0.5  # of the batches have a lesson's length, the others one up to it
     learned: float = 0.95  # accuracy at which the next length follows
     steps: int = 8000  # training steps at most
     lr: float = 3e-3  # peak learning rate
@@ -64,7 +72,10 @@ class Recipe(RunOptions):
     eval_lengths: tuple[int, ...] = (16, 32, 64, 128, 256)  # evaluation lengths
 
     LEAST: ClassVar = {**RunOptions.LEAST, "generators": 0, "batch_tokens": 0, "mlp_width": 0}
-    INTERVALS: ClassVar = dict.fromkeys(SHARES, "[0, 1]") | {"skip_scale": "(0, 1]"}
+    INTERVALS: ClassVar = dict.fromkeys(SHARES, "[0, 1]") | {
+        "skip_scale": "(0, 1]",
+        "embedding_std": "[0, inf)",
+    }
     FREE: ClassVar = (
         *RunOptions.FREE,
         "baselines",
@@ -89,7 +100,7 @@ class Recipe(RunOptions):
 class LengthSchedule(TrainingBatches):
     """Batches in lessons: one for each length, which ends when the length is learned.
 
-    Half of the batches have the lesson's length, the others one drawn up to it. When all lengths
+    A share of the batches has the lesson's length, the others one drawn up to it. When all lengths
     are learned, or the steps are nearly over, the learning rate falls: over 2/5 of the steps done
     so far, at least 600, at most 2/7 of all. One of the ``tasks`` is drawn from at every step; the
     ``plan`` of a run that has ended is repeated, if given.
@@ -155,7 +166,8 @@ class LengthSchedule(TrainingBatches):
     def __next__(self) -> WordBatch:
         # a run that goes on draws the same
         drawn = random.Random(f"data {self.options.seed} {self.step}")
-        length = self.length if drawn.random() < 0.5 else drawn.randint(1, self.length)
+        full = drawn.random() < self.options.full_share
+        length = self.length if full else drawn.randint(1, self.length)
         task, seed = drawn.choice(self.tasks), drawn.getrandbits(61) % 2**31
         self.step, self.full = self.step + 1, length == self.length
         rows, most = self.options.batch, self.options.batch_tokens
@@ -256,9 +268,8 @@ def make_model(options: Recipe, vocab_size: int, kind: str | None) -> dq.CausalL
         backbone = dq.Mamba2(
             dq.Mamba2Config(d_state=options.d_state, headdim=options.headdim, **sizes)
         )
-    return dq.CausalLM(
-        vocab_size, dq.ImplicitModel(backbone) if kind is None else dq.ExplicitModel(backbone)
-    )
+    model = dq.ImplicitModel(backbone) if kind is None else dq.ExplicitModel(backbone)
+    return dq.CausalLM(vocab_size, model, embedding_std=options.embedding_std)
 
 
 def make_rnn(kind: str, vocab_size: int, width: int) -> dq.CausalLM:
