@@ -271,7 +271,10 @@ class AllTokens(Found):
             return False
         numbers = on_host(window.measure(z, fz, self.length))
         passed, sound = window.judge(numbers, torch.finfo(z.dtype).eps)
-        self.numbers[:, rows] = numbers[:2]
+        if self.none_removed:
+            self.numbers = numbers[:2]
+        else:
+            self.numbers[:, rows] = numbers[:2]
         if not checks:
             return False
         passed, sound = passed.all(axis=1), sound.all(axis=1)

@@ -101,26 +101,24 @@ class Window:
         Only rows that are True in ``takes_part``, by default all, take anything in, so that no row
         depends on another one. ``precision`` is that of the state.
         """
-        if takes_part is None:
-            takes_part = np.ones(len(self.rows), dtype=bool)
-        flags = takes_part[:, None]
         passed, sound, limit = self.stop.judge(numbers, self.limit, self.fresh)
         # a solver with a loop of its own has remembered its last evaluation: none is the first
         is_first = self.fresh & (not self.solver.owns_loop)
         has_pair_before = len(numbers) == 4
         if has_pair_before and (passed & ~is_first).any():
             passed = passed & (is_first | self.stop.near(numbers, precision))
+        size, confirmed = self.first_size, passed
         if self.solver.combines:
-            size = np.where(self.fresh, numbers[:2].max(axis=0), self.first_size)
+            size = np.where(self.fresh, numbers[:2].max(axis=0), size)
             passed = passed & (numbers[1] <= GROWTH * size)
             # twice in a row, or at the first measurement
             confirmed = passed & (self.passed_before | self.fresh)
-            self.first_size = np.where(flags, size, self.first_size)
-            self.passed_before = np.where(flags, passed, self.passed_before)
-            passed = confirmed
-        self.limit = np.where(flags, limit, self.limit)
-        self.fresh = self.fresh & ~flags
-        return passed, sound
+        new = limit, np.zeros_like(self.fresh), size, passed
+        if takes_part is not None:
+            old = self.limit, self.fresh, self.first_size, self.passed_before
+            new = (np.where(takes_part[:, None], *pair) for pair in zip(new, old, strict=True))
+        self.limit, self.fresh, self.first_size, self.passed_before = new
+        return confirmed, sound
 
     def move(self, counts: np.ndarray, evaluations: int) -> np.ndarray:
         """Drop the first ``counts`` tokens of each window; the place that each token had before.
