@@ -271,10 +271,7 @@ class AllTokens(Found):
             return False
         numbers = on_host(window.measure(z, fz, self.length))
         passed, sound = window.judge(numbers, torch.finfo(z.dtype).eps)
-        if self.none_removed:
-            self.numbers = numbers[:2]
-        else:
-            self.numbers[:, rows] = numbers[:2]
+        self.numbers[:, rows] = numbers[:2]
         if not checks:
             return False
         passed, sound = passed.all(axis=1), sound.all(axis=1)
@@ -283,11 +280,10 @@ class AllTokens(Found):
             resumed = rows[(self.status[rows] == Status.CONVERGED) & ~passed]
             self.running[resumed], self.status[resumed] = True, Status.MAX_STEPS_REACHED
         ends_now = self.running[rows] & (last | passed | ~sound)
-        if ends_now.any():
-            self.status[rows[ends_now & passed]] = Status.CONVERGED
-            self.status[rows[ends_now & ~sound]] = Status.DIVERGED
-            self.iterations[rows[ends_now]] = self.evaluations
-            self.running[rows[ends_now]] = False
+        self.status[rows[ends_now & passed]] = Status.CONVERGED
+        self.status[rows[ends_now & ~sound]] = Status.DIVERGED
+        self.iterations[rows[ends_now]] = self.evaluations
+        self.running[rows[ends_now]] = False
         return True
 
     def release(self, z: State, fz: State, aux: Any, proposal: State) -> NextPoint:

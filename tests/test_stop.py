@@ -190,7 +190,7 @@ def test_large_and_small_fixed_points_are_not_drift(offset, start):
 
 
 def test_a_state_that_begins_tiny_may_grow_to_one():
-    """The logistic map from 1e-6: its first difference times 1e4 would be too small a limit."""
+    """From 1e-6 it doubles until it settles; 1e4 times its first size is too small a limit."""
     z0 = torch.full((1, 1), 1e-6)
     stop = Stop(rtol=1e-6)
     solution = dq.solve(lambda z: 2 * z / (1 + z), z0, solver=Naive(), stop=stop)

@@ -207,11 +207,10 @@ class ImplicitModel(BackboneModel):
         states = start if isinstance(start, Tensor) else None
         if states is not None:
             del fields["start"]
+            check_start("start", states)
         config = resolve(self.solve_config, solve, fields)
         swept = config.sweep.block is not None
         check_loaded(self.backbone, x)
-        if states is not None:
-            check_start("start", states)
         self._check(x, states, return_cache or cache is not None or swept)
         padding, needs_grad = Padding.of(x, mask), self._requires_gradient(x, states)
         with torch.set_grad_enabled(needs_grad):
