@@ -66,7 +66,7 @@ def to_json(value: Any) -> Any:
 
     Example:
         >>> from deqseq import Relaxed
-        >>> from deqseq.integrations.huggingface.callbacks import to_json
+        >>> from deqseq.as_json import to_json
         >>> to_json(Relaxed(0.8))
         {'name': 'Relaxed', 'damping': 0.8}
     """
@@ -95,9 +95,9 @@ def from_json(kind: str, data: object, where: str, base: Any = None) -> Any:
         kind: what it must be, such as "solver".
         data: a mapping as :func:`to_json` returns it, whose values may also be objects; only a
             name; or such an object itself, which is returned.
-        where: how errors begin.
-        base: an object whose fields stand for those that are missing in ``data``, if ``data`` names
-            no class. Default: the defaults of the class.
+        where: the words with which error messages begin.
+        base: an object that gives the fields missing in ``data``, if ``data`` does not name a
+            class. Default: the defaults of the class.
 
     Raises:
         TypeError: a value of the wrong type.
@@ -105,15 +105,11 @@ def from_json(kind: str, data: object, where: str, base: Any = None) -> Any:
 
     Example:
         >>> from deqseq import SolveConfig, Stop
-        >>> from deqseq.integrations.huggingface.callbacks import from_json
-        >>> (
-        ...     from_json("sweep", {"name": "Sliding", "window": 4}, "my sweep"),
-        ...     from_json("solver", "Naive", "my solver"),
-        ... )
-        (Sliding(window=4), Naive())
-        >>> from_json(
-        ...     "solve", {"stop": {"max_steps": 8}}, "my solve", SolveConfig(stop=Stop(rtol=1e-4))
-        ... ).stop.rtol
+        >>> from deqseq.as_json import from_json
+        >>> from_json("sweep", {"name": "Sliding", "window": 4}, "my sweep")
+        Sliding(window=4)
+        >>> base = SolveConfig(stop=Stop(rtol=1e-4))
+        >>> from_json("solve", {"stop": {"max_steps": 8}}, "my solve", base).stop.rtol
         0.0001
     """
     if isinstance(data, _BASES[kind]) or (kind == "start" and data in ("zero", "input")):

@@ -21,14 +21,14 @@ from deqseq.sweeps import Simultaneous, Sweep
 class SolveConfig:
     """How a fixed point is found and differentiated: five choices.
 
-    They can be combined freely, with two exceptions: :class:`Unrolled` needs the
-    :class:`Simultaneous` sweep, and an :class:`ExternalSolver` needs a window of one block.
+    They can be combined freely, with two exceptions: :class:`~deqseq.Unrolled` needs the
+    :class:`Simultaneous` sweep, and an :class:`~deqseq.ExternalSolver` a sweep with ``window=1``.
 
     Args:
         solver: the algorithm.
         stop: tolerances and budget.
         gradient: the estimator. The sweep finds the fixed point; any estimator but
-            :class:`Unrolled` is applied afterwards, to the whole sequence at once.
+            ``Unrolled`` is applied afterwards, to the whole sequence at once.
         sweep: which tokens are solved together.
         start: where the iteration begins: ``"zero"`` (the paper); ``"input"``, the embedded tokens;
             or a :class:`RandomStart`. From ``"input"``, the first iteration is one pass of the
@@ -39,11 +39,11 @@ class SolveConfig:
         ValueError: an unknown ``start``.
 
     Example:
-        >>> from dataclasses import replace
-        >>> import deqseq as dq
+        >>> import torch, deqseq as dq
         >>> config = dq.SolveConfig(stop=dq.Stop(rtol=1e-4), sweep=dq.Sliding(8))
-        >>> replace(config, solver=dq.Anderson()).sweep
-        Sliding(window=8)
+        >>> model = dq.ImplicitModel(dq.Affine(4), config)
+        >>> model(torch.ones(2, 9, 4)).stats.iterations.shape
+        torch.Size([2, 9])
     """
 
     solver: Solver[Any] = Adaptive()

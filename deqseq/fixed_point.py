@@ -34,22 +34,22 @@ def fixed_point(
         f: the map, ``(batch, *event) -> (batch, *event)``. All tensors that it closes over, and
             ``args``, receive gradients.
         z0: the start, ``(batch, *event)``, floating point and finite.
-        args: inputs of the map with one entry per row, as in :func:`solve`; the map is called as
-            ``f(z, args)``. Default: it takes only ``z``.
+        args: inputs of the map with one entry per row, as in :func:`deqseq.solve`; the map is
+            called as ``f(z, args)``. Default: the map takes only ``z``.
         solver: the algorithm.
-        stop: tolerances and budget. By default norms are over the last dimension, and every token
-            has to pass; for images and other states that are not sequences take
+        stop: tolerances and budget. By default each vector along the last dimension (a token) has
+            to meet the tolerance; for images and other states that are not sequences take
             ``Stop(norm="row")``, one norm per row.
         gradient: the estimator. Default: :class:`Implicit`, the exact gradient, if anything in
             ``f`` requires one. If you pass one, something in ``f`` must require a gradient.
         throw: whether rows that did not converge raise an error.
-        callback: called with a :class:`Progress` at every check.
+        callback: called with a :class:`~deqseq.Progress` at every check of the residual.
 
     Returns:
         The solution: value, status and statistics, per row.
 
     Warns:
-        ConvergenceWarning: a row spent its budget or diverged; never without a tolerance.
+        ConvergenceWarning: a row spent its budget or diverged, and ``stop`` has a tolerance.
 
     Raises:
         TypeError, ValueError: as in :func:`solve`.

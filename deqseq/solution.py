@@ -65,8 +65,8 @@ class ConvergenceError(RuntimeError):
 
 
 class ConvergenceWarning(UserWarning):
-    """A row did not converge, or an adjoint solve failed. From a model in training: a row diverged,
-    or no row converged.
+    """A row did not converge, or the adjoint solve of :class:`deqseq.Implicit` failed. A model in
+    training warns only if a row diverged or no row converged.
     """
 
 
@@ -111,7 +111,7 @@ class SolveStats:
     Attributes:
         iterations: evaluations of the map from the row's start, or from the token's entry into a
             window, until it ended, ``(batch,)`` or ``(batch, length)``; the same for all tokens
-            that are solved together. 0 at padding, and at tokens that a diverged row did not reach.
+            that end together. 0 at padding, and at tokens that a diverged row did not reach.
         residual: relative residual ``|f(z) - z| / |f(z)|`` at the last check, or that of a
             :class:`Rule`; ``inf`` if it was not finite. The residual of a row is the largest over
             its tokens. ``(batch,)`` or ``(batch, length)``.
@@ -120,8 +120,8 @@ class SolveStats:
         updates: how many of those calls a row, or a token, took part in before it was removed from
             the batch, ``(batch,)`` or ``(batch, length)``. What a window computes beyond the end of
             a row is counted at its last token, so that the work of a solve is ``updates.sum()``.
-        forced: real tokens of a model that were committed or returned without having converged,
-            ``(batch, length)``. None for a map of your own.
+        forced: True at tokens, except padding, that a model committed or returned without having
+            converged, ``(batch, length)``. None for a map of your own.
     """
 
     iterations: Iterations
@@ -177,7 +177,7 @@ class Outcome:
         return self.status == Status.CONVERGED
 
     def raise_if_failed(self: Self, what: str = SOLVE) -> Self:
-        """This object, if all rows converged or there was nothing to solve.
+        """Raise an error unless all rows converged or there was nothing to solve.
 
         Args:
             what: the solve's name in the error message.
@@ -311,7 +311,7 @@ class Solution(Outcome):
         aux: with ``has_aux=True``, the second output of the map at the evaluation that gave
             ``value``. It carries a gradient only with :class:`Unrolled`, or after a direct call of
             :func:`solve` with gradients enabled.
-        call: what was solved, and how, for :meth:`explain`; not saved with the object.
+        call: what was solved, and how, for ``explain()``; not saved with the object.
     """
 
     value: State
@@ -322,7 +322,7 @@ class Solution(Outcome):
     call: Call | None = field(default=None, repr=False, compare=False)
 
     def take_rows(self, rows: RowIndex) -> Outcome:
-        """The given ``rows`` alone, ``(rows,)``, of ``ends``, too."""
+        """The result of these ``rows``, ``(rows,)``, including their ``ends``."""
         return replace(super().take_rows(rows), ends=self.ends[on_host(rows)])  # pyright: ignore[reportArgumentType]
 
     def __iter__(self) -> NoReturn:

@@ -42,17 +42,17 @@ class Problem(Call):
     Attributes:
         f: the map, called as ``f(z)``, or as ``f(z, args)``.
         z0: the start, ``(batch, *event)``.
-        args: inputs of the map with one entry per row. Default: it takes only ``z``.
+        args: inputs of the map with one entry per row. Default: the map takes only ``z``.
         has_aux: whether the map returns a pair ``(f(z), aux)``.
         solver: the algorithm.
         stop: tolerances and budget.
-        sweep: which tokens are solved together. Default: the map has no tokens.
-        callback: called with a :class:`Progress` at every check.
+        sweep: which tokens are solved together, for the map of a model. Default: all of a row.
+        callback: called with a :class:`Progress` at every check of the residual.
         renew: prepares ``args`` again for some rows, so that no graph reaches the other rows.
             Default: rows of ``args`` are taken as they are.
         returns_tested: whether a converged row returns the point ``z`` that was tested. If not, it
-            returns ``f(z)``, one iteration further, whose residual is not known. For
-            :class:`ImplicitModel` it is ``solver.combines``.
+            returns ``f(z)``, one iteration further, whose residual is not known. An
+            :class:`~deqseq.ImplicitModel` sets it to ``solver.combines``.
         autocast: the dtype of autocast at the time of the solve. None: autocast was off.
 
     Example:
@@ -153,12 +153,13 @@ def solve(
     sweep: Sweep | None = None,
     callback: Callback | None = None,
 ) -> Solution:
-    r"""Iterate towards a fixed point :math:`z^* = f(z^*)`, in the caller's gradient mode.
+    r"""Iterate towards a fixed point :math:`z^* = f(z^*)`.
 
-    Each iteration evaluates the map once, checks the residual, ends the rows that have converged or
-    diverged, and asks the solver for the next point. Rows that have ended are frozen; a converged
-    row that no longer passes, because other rows have changed its map, is iterated again. With
-    ``args``, ended rows are removed from the batch once they are a quarter of it.
+    If gradients are enabled, autograd records all iterations. Each iteration evaluates the map
+    once, checks the residual, ends the rows that have converged or diverged, and asks the solver
+    for the next point. Rows that have ended are frozen. If ``f`` mixes rows, a converged row whose
+    residual rises above the tolerance is iterated again. With ``args``, rows that have ended are
+    removed from the batch once they are a quarter of it.
 
     Args:
         f: the map, ``(batch, *event) -> (batch, *event)``; with ``args`` it is called as ``f(z,
@@ -167,26 +168,27 @@ def solve(
         solver: the algorithm.
         stop: tolerances and budget. ``stop.max_steps`` bounds the evaluations of each row; with
             ``args``, one or two more may check that rows are independent.
-        args: inputs of the map with one entry per row: a tensor ``(batch, ...)``, or a record of
-            such tensors (see :func:`deqseq.take`). Default: the map takes only ``z``.
-        has_aux: whether ``f`` returns a pair ``(f(z), aux)``; ``aux`` is a record of tensors with a
-            row dimension. The solution has the ``aux`` of the evaluation that gave its value.
+        args: inputs of the map with one entry per row: a tensor ``(batch, ...)``, or a dataclass,
+            tuple, list or dict of them (see :func:`deqseq.take`). Default: the map takes only
+            ``z``.
+        has_aux: whether ``f`` returns a pair ``(f(z), aux)``; ``aux`` is built like ``args``. The
+            solution has the ``aux`` of the evaluation that gave its value.
         sweep: for models, which pass their own; leave it out for a map of your own. Default: all
             tokens of a row are solved together.
-        callback: called with a :class:`Progress` at every check.
+        callback: called with a :class:`Progress` at every check of the residual.
 
     Returns:
-        A :class:`Solution`. Failed rows raise nothing: see ``status``, or call
+        A :class:`Solution`. Failed rows raise no error: see ``status``, or call
         ``raise_if_failed()``.
 
     Warns:
-        ConvergenceWarning: a row spent its budget or diverged; never without a tolerance.
+        ConvergenceWarning: a row spent its budget or diverged, and ``stop`` has a tolerance.
 
     Raises:
         TypeError: an argument or the value of ``f`` is of the wrong type or dtype.
         ValueError: ``z0``, ``args`` or the value of ``f`` has a wrong shape or device, ``z0`` is
-            not finite, ``f`` changes ``z`` in place, or its rows depend on one another, although
-            ``args`` are given.
+            not finite, ``f`` changes ``z`` in place, or ``args`` are given and the rows of ``f``
+            depend on one another.
 
     Example:
         >>> from deqseq import Stop, solve
@@ -195,7 +197,7 @@ def solve(
         >>> solution = solve(torch.cos, torch.zeros(3, 1), solver=Anderson(), stop=Stop(rtol=1e-6))
         >>> solution.value[:, 0]
         tensor([0.7391, 0.7391, 0.7391])
-        >>> x = torch.tensor([[0.0], [1.0]])
+        >>> x = torch.tensor([[0.0], [1.0]])  # an input for each row
         >>> solve(
         ...     lambda z, x: (z + x) / 2, x * 0, args=x, solver=Anderson(), stop=Stop()
         ... ).stats.iterations

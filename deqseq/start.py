@@ -19,10 +19,11 @@ class RandomStart:
     Args:
         std: standard deviation before the truncation, above 0. Huginn uses about 0.63, retrofitted
             models sqrt(2 / (5 d_model)).
-        seed: seed of each call, 0 to 2**32 - 1. Default: torch's global generator.
+        seed: seed of each call, 0 to 2**32 - 1; all calls then begin at the same states. Default:
+            torch's global generator.
 
     Raises:
-        TypeError, ValueError: names the field, what it got and what it wants.
+        TypeError, ValueError: an argument of the wrong type or out of its range.
 
     References:
         Geiping et al., Scaling up Test-Time Compute with Latent Reasoning, 2025, arXiv 2502.05171.
@@ -45,8 +46,7 @@ class RandomStart:
     def draw(self, like: Tensor) -> Tensor:
         """States of the shape, dtype and device of ``like``, ``(batch, length, d_model)``.
 
-        They are drawn on the CPU, and so are the same on every device. The draw inverts the normal
-        distribution, without rejections, so that ``torch.export`` accepts it.
+        They are drawn on the CPU, so that they are the same on every device.
 
         Raises:
             ValueError: ``torch.export`` with a seed, which the exported model could not set again.

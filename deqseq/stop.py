@@ -54,10 +54,10 @@ ROUNDING = 8
 
 class Rule(ABC):
     """A residual of your own, for ``Stop(norm=...)``: a token passes if its residual is at most
-    ``atol + rtol``, and passes the test of the secant in :class:`Stop`.
+    ``atol + rtol`` and the secant test of :class:`Stop` holds.
 
-    The residual stands for :math:`d`, and 1 for :math:`s`. So the size of a state is not seen:
-    return a residual that is not finite where the state is not.
+    In the formulas of :class:`Stop` it replaces :math:`d`, and :math:`s` is 1. The stopping rule
+    then does not see the size of a state: return NaN or infinity where the state is not finite.
 
     Example:
         Tokens converge when their predictions stop changing. The residual is the KL divergence of
@@ -82,11 +82,11 @@ class Rule(ABC):
 
     @abstractmethod
     def residual(self, z: State, fz: State) -> Float[Tensor, "rows tokens"]:
-        """The residual of each token, floating point and at least 0.
+        """The residual of each token, ``(rows, tokens)``, floating point and at least 0.
 
         ``z`` is the point and ``fz`` the map's value there, both ``(rows, *event)``; do not change
         them in place. ``tokens`` is the product of all dimensions of the event but the last: 1 for
-        a state ``(rows, dim)``. Anything else that is returned is an error.
+        a state ``(rows, dim)``.
         """
 
 
@@ -95,39 +95,38 @@ class Rule(ABC):
 class Stop:
     r"""The stopping rule of a solve.
 
-    With :math:`d = \lVert f(z) - z \rVert` and :math:`s = \lVert f(z) \rVert`, a token has
-    converged when
+    A token is a vector along the last dimension of the state. With :math:`d = \lVert f(z) - z
+    \rVert` and :math:`s = \lVert f(z) \rVert`, it has converged when
 
     .. math:: d \le \mathrm{atol} + \mathrm{rtol} \cdot s,
 
-    and its residual is :math:`d / s`. The tokens of a block (or of a row, if all tokens are solved
-    together) converge when all of them pass in one evaluation. The paper divides by the norm of the
-    previous iterate; this residual is also defined for a start at zero.
+    and its residual is :math:`d / s`. The tokens of a block (those that a sweep ends together; by
+    default a whole row) converge when all of them pass in one evaluation.
 
     A state that grows without bound, as with ``f(z) = z + 1``, would pass once :math:`s` is large.
-    So a token passes only if the secant through its last two measurements meets zero nearby. With
-    :math:`r = f(z) - z`, and :math:`\Delta` for the change between the two measurements,
+    So there is a secant test, too: the secant through a token's last two residuals has to meet zero
+    nearby. With :math:`r = f(z) - z`, and :math:`\Delta` for the change between two measurements,
 
     .. math:: d \, \frac{\lVert \Delta z \rVert}{\lVert \Delta r \rVert} \le 100 \,
               (\mathrm{atol} + \mathrm{rtol} \cdot s).
 
-    If the state drifts, :math:`r` does not change, and the row spends its budget. At the first
-    measurement of a token, and where :math:`d` is below eight units of rounding of :math:`s`, only
-    the residual is tested.
+    If the state drifts, :math:`r` does not change, and the row spends its budget. The secant test
+    is left out at a token's first measurement, and where :math:`d \le 8 \epsilon s`, with the
+    machine epsilon :math:`\epsilon` of the state's dtype.
 
     Args:
         rtol: relative tolerance.
         atol: absolute tolerance, in the units of the state. A fixed point of zero needs one: near
             it, :math:`d / s` does not fall.
-        max_steps: the budget: the largest number of evaluations of the map; in a window, since its
-            last commit.
+        max_steps: the budget: the largest number of evaluations of the map per row; with a window
+            (:class:`deqseq.Sweep`), since it last moved.
         check_every: evaluations between two checks of the residual, at least 1. A check copies up
             to four numbers per token to the host, which on CUDA synchronises. Between checks no
             token ends and nothing is recorded. With a tolerance, the first evaluation is measured
             in any case: it sets the scale for ``divergence``.
         divergence: float above 1, may be infinite. A row has diverged when :math:`d` or :math:`s`
-            of one of its tokens is not finite, or :math:`d` exceeds this multiple of the largest of
-            1 and of all :math:`d` and :math:`s` in the row's first measurement.
+            of one of its tokens is not finite, or :math:`d` exceeds ``divergence`` times the
+            largest of 1 and all :math:`d` and :math:`s` in the row's first measurement.
         norm: ``"token"``: norms over the last dimension, one per token; ``"row"``: one norm over
             all tokens of a block. A norm over a long sequence stops too early, because the few
             tokens that still move add little to it. A :class:`Rule` is a residual of your own.
@@ -137,11 +136,10 @@ class Stop:
         ValueError: a number out of its range, or an unknown norm.
 
     Example:
-        >>> from deqseq import Stop
-        >>> Stop(rtol=1e-5, max_steps=200).norm
-        'token'
-        >>> Stop.exactly(8).max_steps
-        8
+        >>> import torch, deqseq as dq
+        >>> z0, stop = torch.zeros(1, 1), dq.Stop(rtol=1e-5, max_steps=200)
+        >>> dq.solve(torch.cos, z0, solver=dq.Naive(), stop=stop).stats.iterations
+        tensor([30])
     """
 
     rtol: NonNegativeFloat = 1e-3

@@ -8,13 +8,12 @@ from deqseq.arguments import PositiveInt, check_integer, checked
 class Sweep:
     """Which tokens of a sequence are solved together: two numbers.
 
-    A row iterates ``window`` blocks of ``block`` tokens, beginning with its first uncommitted
-    block. The tokens of a block end together. When the first blocks of the window pass, they are
-    committed (fixed, and added to the cache) and the window moves on. When ``stop.max_steps``
-    evaluations have committed nothing, the first block is committed as it is. Each row moves and
-    ends independently. If a causal map has one fixed point, all sweeps find it, up to the
-    tolerance; they differ in the amount of work and in how much of it is parallel. A sweep is its
-    configuration: a frozen dataclass.
+    A row iterates a window of ``window`` blocks, each of ``block`` tokens, which begins with its
+    first uncommitted block. The tokens of a block end together. When the first blocks of the window
+    pass the tolerance, they are committed (fixed, and added to the cache) and the window moves on.
+    When ``stop.max_steps`` evaluations have committed nothing, the first block is committed as it
+    is. Each row moves and ends independently. If a causal map has one fixed point, all sweeps find
+    it, up to the tolerance; they differ in the amount of work and in how much of it is parallel.
 
     Example:
         A sweep of your own: windows of two blocks of four tokens.
@@ -26,10 +25,8 @@ class Sweep:
         ... class Pairs(Sweep):
         ...     block = 4
         ...     window = 2
-        >>> model, x = (
-        ...     dq.ImplicitModel(dq.Affine(4), dq.SolveConfig(stop=dq.Stop(rtol=1e-6))),
-        ...     torch.ones(2, 9, 4),
-        ... )
+        >>> model = dq.ImplicitModel(dq.Affine(4), dq.SolveConfig(stop=dq.Stop(rtol=1e-6)))
+        >>> x = torch.ones(2, 9, 4)
         >>> torch.allclose(model(x, sweep=Pairs()).value, model(x).value, atol=1e-4)
         True
     """
@@ -40,8 +37,8 @@ class Sweep:
     """How many blocks are iterated at once."""
 
     def width(self, length: int) -> int:
-        """How many places are iterated at once in sequences of ``length`` tokens: whole blocks, so
-        that it can exceed ``length``. An error for numbers that are not at least 1.
+        """How many positions are iterated at once in sequences of ``length`` tokens: whole blocks,
+        so that it can exceed ``length``. A ``block`` or ``window`` below 1 is an error.
         """
         if self.block is None:
             return length
@@ -54,13 +51,12 @@ class Sweep:
 class Simultaneous(Sweep):
     """All tokens together: parallel over the sequence, as the paper trains.
 
-    The number of iterations grows with the length if later tokens wait for earlier ones.
+    If tokens converge only after those before them, the number of iterations grows with the length.
 
     Example:
         >>> import torch, deqseq as dq
-        >>> dq.ImplicitModel(dq.Affine(4))(
-        ...     torch.ones(2, 3, 4), sweep=dq.Simultaneous()
-        ... ).stats.iterations.shape
+        >>> model = dq.ImplicitModel(dq.Affine(4))
+        >>> model(torch.ones(2, 3, 4), sweep=dq.Simultaneous()).stats.iterations.shape
         torch.Size([2, 3])
     """
 
@@ -68,7 +64,7 @@ class Simultaneous(Sweep):
 @checked
 @dataclass(frozen=True)
 class Chunked(Sweep):
-    """Chunks of a fixed size, one after another.
+    """Chunks of a fixed size: each ends before the next one begins.
 
     Args:
         size: tokens per chunk.
@@ -97,12 +93,9 @@ class Sequential(Sweep):
 
     Example:
         >>> import torch, deqseq as dq
-        >>> bool(
-        ...     dq.ImplicitModel(dq.Affine(4))(
-        ...         torch.ones(2, 3, 4), sweep=dq.Sequential()
-        ...     ).converged.all()
-        ... )
-        True
+        >>> model = dq.ImplicitModel(dq.Affine(4))
+        >>> model(torch.ones(2, 3, 4), sweep=dq.Sequential()).converged
+        tensor([True, True])
     """
 
     block = 1
@@ -111,13 +104,13 @@ class Sequential(Sweep):
 @checked
 @dataclass(frozen=True)
 class Sliding(Sweep):
-    """A window over the first tokens that have not converged: where convergence moves from left to
-    right, nearly as few evaluations as with all tokens together, and much less work.
+    """A window over the first tokens that have not converged.
 
-    In a trained model about one token converges per iteration. Only the window is iterated. When
-    its first tokens have converged, they are committed, and the window moves on. Tokens that stay
-    in the window keep their state; new ones begin at the model's ``start``. ``stats.forced`` marks
-    tokens that were committed without converging, because the budget was spent.
+    If tokens converge from left to right, as in a trained model, about one per iteration, it takes
+    nearly as few evaluations as :class:`Simultaneous`, and much less work. When its first tokens
+    have converged, they are committed, and the window moves on. Tokens that stay in it keep their
+    state; new ones begin at the model's ``start``. ``stats.forced`` marks tokens that were
+    committed without converging, because the budget was spent.
 
     Args:
         window: how many tokens are iterated together.

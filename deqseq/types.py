@@ -8,8 +8,9 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 State = Float[Tensor, "batch *event"]
-"""A batch of points. A *token* is one vector along the last dimension: for sequences, whose event
-is ``(length, dim)``, one per position. A state ``(batch,)`` or ``(batch, dim)`` has one per row."""
+"""A batch of points; a *row* is one of them. A *token* is a vector along the last dimension: in
+sequences, ``(batch, length, dim)``, one per position. A state ``(batch,)`` or ``(batch, dim)`` has
+one per row."""
 
 Residual = Float[Tensor, "batch *tokens"]
 """One number per row, or per token."""

@@ -228,7 +228,7 @@ class Backbone(nn.Module, ABC, Generic[C]):
         return not isinstance(inputs, Inputs) or inputs.injection is not None
 
     def without_injection(self, inputs: Any) -> Any:
-        """The ``inputs`` of an :class:`deqseq.ExplicitModel`, whose state is already the input."""
+        """The ``inputs`` for an :class:`deqseq.ExplicitModel`, whose state already is the input."""
         return replace(inputs, injection=None) if isinstance(inputs, Inputs) else inputs
 
     def sizes(self) -> Any:
@@ -243,7 +243,7 @@ class Backbone(nn.Module, ABC, Generic[C]):
         )
 
     def run_block(self, block: nn.Module, *arguments: Any) -> Any:
-        """What ``block`` gives for ``arguments``, checkpointed in training if that is set."""
+        """Call ``block`` with ``arguments``, in training with ``gradient_checkpointing`` if set."""
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             return checkpoint(block, *arguments, use_reentrant=False)
         return block(*arguments)
@@ -253,7 +253,7 @@ class Backbone(nn.Module, ABC, Generic[C]):
 
         The library's own backbones are compiled with dynamic shapes, so a new length or batch size
         does not recompile. One row, one token, a cache, gradients and ``need_aux`` each cost one
-        more compilation; the total can exceed torch's default limit of eight.
+        more compilation; ``recompile_limit`` is 64 by default.
         """
         if self._stack is None:
             super().compile(**options)
@@ -264,7 +264,7 @@ class Backbone(nn.Module, ABC, Generic[C]):
         self._compiled = torch.compile(type(self)._stack, **options)
 
     def run(self, *arguments: Any) -> Any:
-        """What ``_stack`` gives for ``arguments``, compiled if :meth:`compile` was called."""
+        """Call ``_stack`` with ``arguments``, compiled if :meth:`compile` was called."""
         return (self._compiled or type(self)._stack)(self, *arguments)
 
     def __getstate__(self) -> dict[str, Any]:

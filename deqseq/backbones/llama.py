@@ -44,28 +44,26 @@ class LlamaConfig:
         n_heads: heads of the queries.
         n_kv_heads: heads of keys and values, a divisor of ``n_heads``. Default: ``n_heads``.
         headdim: channels per head, even. Default: ``d_model / n_heads``.
-        mlp_width: hidden width of the feed-forward layers. Default: ``int(2/3 * 4 * d_model)``, as
-            in the paper.
+        mlp_width: hidden width of the feed-forward layers. Default: ``int(8 * d_model / 3)``, as in
+            the paper.
         rope_theta: base of the rotary embedding.
         rope_scaling: the frequency scaling of Llama 3.1 and later. Default: none.
         norm_eps: epsilon of all norms.
         norms: positions of the norms in a block, as in :class:`~deqseq.layers.LlamaBlock`:
             ``"pre"`` (Llama), ``"post"`` (OLMo 2), ``"sandwich"`` (Ouro), ``"closed"`` (Huginn) or
-            ``"outer"`` (TRM, and the first Transformers).
+            ``"outer"`` (Tiny Recursive Model, and the first Transformers).
         qk_norm: whether queries and keys are normalised, each over all heads, as in OLMo 2.
         qk_bias: whether the projections to queries and keys have a bias, as in Huginn.
         final_norm: whether a norm follows the last block.
         float32_rotary: whether rotary angles are float32 in models of any dtype, as in the public
             Llama code. Otherwise they have the model's dtype, but at least float32.
-        dropout: probability, at least 0 and below 1; one mask per block and solve, for both of its
-            layers.
+        dropout: probability, at least 0 and below 1; one mask per block and solve, of the outputs
+            of its attention and of its MLP.
         weight_norm: whether linear maps are weight-normalised, as in the paper.
-        injection: whether the input enters every layer. Set it to False for an explicit model, for
-            ``start="input"``, and inside of :class:`Injected`, which gives the input to the first
-            layer instead.
-        skip_scale: float above 0 and at most 1, by which the state is multiplied before the first
-            block. The norms of the branches undo it, but the residual path carries less of the
-            state, so the iteration converges faster. The paper has 1.
+        injection: whether the input enters every layer. :class:`~deqseq.Mamba2Config` says when to
+            set it to False.
+        skip_scale: factor of the state before the first block, float above 0 and at most 1, as in
+            :class:`~deqseq.Mamba2Config`.
         causal: whether a token attends only to tokens up to it. Otherwise it attends to all: there
             are no caches, and all tokens are solved together.
         grid: whether the tokens of a sequence are the cells of a square, one line of it after
@@ -74,7 +72,7 @@ class LlamaConfig:
             rectangle to a square with cells of a separate token.
 
     Raises:
-        TypeError, ValueError: names the field, the value given and what is expected.
+        TypeError, ValueError: a field of the wrong type or out of its range; sizes that do not fit.
 
     Example:
         >>> from deqseq import LlamaConfig
@@ -293,12 +291,9 @@ class Llama(BlockStack[LlamaCache]):
         Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827, section 3.
 
     Example:
-        >>> import torch
-        >>> from deqseq import Llama, LlamaConfig
-        >>> backbone = Llama(LlamaConfig(d_model=16, n_heads=4))
-        >>> x = torch.randn(2, 5, 16)
-        >>> z, _ = backbone(torch.zeros(2, 5, 16), backbone.prepare(x))
-        >>> z.shape
+        >>> import torch, deqseq as dq
+        >>> backbone = dq.Llama(dq.LlamaConfig(d_model=16, n_heads=4))
+        >>> dq.ImplicitModel(backbone)(torch.randn(2, 5, 16)).value.shape
         torch.Size([2, 5, 16])
     """
 

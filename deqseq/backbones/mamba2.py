@@ -36,15 +36,15 @@ class Mamba2Config:
             output.
         weight_norm: whether linear maps and convolutions are weight-normalised, as in the paper.
         injection: whether the input enters every layer. Set it to False for an explicit model, for
-            ``start="input"``, and inside of :class:`Injected`, which gives the input to the first
-            layer instead.
+            ``start="input"``, and inside of :class:`deqseq.Injected`, which gives the input to the
+            first layer instead.
         skip_scale: float above 0 and at most 1, by which the state is multiplied before the first
-            block. The norms of the branches undo it, but the residual path carries less of the
+            block. The norms inside the blocks undo it, but the residual path carries less of the
             state, so the iteration converges faster. The paper has 1.
         backend: implementation of convolutions and scans, a :data:`deqseq.ops.Backend`.
 
     Raises:
-        TypeError, ValueError: names the field, the value given and what is expected.
+        TypeError, ValueError: a field of the wrong type or out of its range; sizes that do not fit.
 
     Example:
         >>> from deqseq import Mamba2Config
@@ -104,12 +104,9 @@ class Mamba2(BlockStack[Mamba2Cache]):
         Language Models are RNNs, ICML 2025, arXiv 2502.07827, section 3.
 
     Example:
-        >>> from deqseq import Mamba2, Mamba2Config
-        >>> import torch
-        >>> backbone = Mamba2(Mamba2Config(d_model=16, d_state=4, headdim=8))
-        >>> x = torch.randn(2, 5, 16)
-        >>> z, _ = backbone(torch.zeros(2, 5, 16), backbone.prepare(x))
-        >>> z.shape
+        >>> import torch, deqseq as dq
+        >>> backbone = dq.Mamba2(dq.Mamba2Config(d_model=16, d_state=4, headdim=8))
+        >>> dq.ImplicitModel(backbone)(torch.randn(2, 5, 16)).value.shape
         torch.Size([2, 5, 16])
     """
 

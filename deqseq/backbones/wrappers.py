@@ -27,9 +27,9 @@ from deqseq.types import Counts, Mask, Sequence
 class Injection(nn.Module, ABC):
     """How the input of a solve enters each iteration, before the first layer.
 
-    Your own injection needs both methods. Put what does not depend on the state into
-    :meth:`prepare`, which runs once per solve. A solve that begins at zero needs an
-    ``enter(0, prepared)`` that depends on the input. :class:`Injected` adds it to a backbone.
+    :class:`Injected` adds an injection to a backbone. Your own needs both methods. Put what does
+    not depend on the state into :meth:`prepare`, which runs once per solve. A solve that begins at
+    zero needs an ``enter(0, prepared)`` that depends on the input.
 
     Example:
         >>> from deqseq import Injected, Injection
@@ -78,8 +78,8 @@ class ConcatInjection(Injection):
     r"""State and input are concatenated and projected, :math:`z \leftarrow W [z; x]`.
 
     The product with the input is computed once per solve. Initially :math:`W = [g I \mid (1 - g)
-    I]`. With a gate of 0, every iteration is one pass of the layers over the input. With another
-    gate only the first iteration is, if the solve starts at the input.
+    I]`, with the gate :math:`g`. If it is 0, every iteration is one pass of the layers over the
+    input; if not, only the first iteration is, and only if the solve starts at the input.
 
     Args:
         d_model: width.
@@ -259,7 +259,7 @@ class Looped(Backbone[JointCache]):
             the state :math:`z`, which an :class:`~deqseq.ExplicitModel` sets to the input.
 
     Raises:
-        TypeError, ValueError: names the argument, the value given and what is expected.
+        TypeError, ValueError: an argument of the wrong type or out of its range.
 
     References:
         Dehghani et al., Universal Transformers, ICLR 2019, arXiv 1807.03819. Zhu et al., Scaling

@@ -66,7 +66,7 @@ class Explanation:
             fixed point found", "loose tolerance", "several fixed points", "random map", "changed
             since" or "estimator".
         findings: what was observed in the rows with each cause.
-        remedies: what to do about each cause; it names a setting that was tried and converged.
+        remedies: what to do about each cause, with a setting that converged if one was found.
     """
 
     causes: tuple[str, ...]
@@ -335,16 +335,16 @@ class _Examination:
 def explain(outcome: Outcome) -> Explanation:
     """Why each row of a solve converged or not, and what to do about it.
 
-    The map is solved again in the same mode. It is evaluated twice at one point, because a map that
-    draws random numbers has no fixed point. Rows that failed are solved with four times the budget
-    (at least 64 and at most 1,000 iterations, or the budget if it is larger), sequences also in a
-    window, diverged rows without a limit; then with Adaptive, Relaxed(0.2), Anderson and Broyden
-    until one converges; only the last two if the solve is merely slow. Rows that converged
-    are solved again in the same way, with another sweep, and from a random start. In training mode
-    the residual of the estimator's value is measured, too.
+    The map is evaluated twice at one point, because a map that draws random numbers has no fixed
+    point. Then it is solved again, in the same mode. Rows that failed get four times the budget (at
+    least 64 and at most 1,000 iterations, or the budget if it is larger); sequences are also solved
+    in a window, diverged rows with ``divergence=inf``. Adaptive, Relaxed(0.2), Anderson and Broyden
+    are tried until one converges; only the last two if the solve is merely slow. Rows that
+    converged are solved in the same way, with another sweep, and from a random start. In training
+    mode the residual of the estimator's value is measured, too.
 
     Args:
-        outcome: what a solve or a model returned. A model is examined with its current weights, in
+        outcome: what a solve or a model returned. A model is solved with its current weights, in
             the dtype of the original call.
 
     Raises:

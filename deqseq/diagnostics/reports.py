@@ -64,7 +64,7 @@ class SweepReport:
         converged: share of the rows that converged.
         evaluations: calls of the map.
         updates: sum over all tokens of the evaluations that they took part in.
-        state_difference: largest Euclidean distance between the states of a token, relative to the
+        state_difference: largest Euclidean distance between a token's two states, relative to the
             larger norm.
         cache_difference: largest distance between two tensors of the caches, relative to the larger
             norm.
@@ -128,8 +128,8 @@ def check_duality(
     """Solve the same tokens with several sweeps in eval mode, and compare them with the first.
 
     Duality: a model has the same fixed point whether its tokens are solved together or in turn. If
-    all sweeps converge and the map has one fixed point, they agree up to the tolerance. Before you
-    conclude that a model has several fixed points, check ``converged`` and tighten the tolerance.
+    all sweeps converge and the map has one fixed point, they agree up to the tolerance. If they
+    differ, check ``converged`` and tighten the tolerance before you assume several fixed points.
 
     Args:
         model: a language model around an :class:`~deqseq.ImplicitModel`.
@@ -234,7 +234,7 @@ class ExtrapolationReport:
 
     Attributes:
         trained: iterations in training.
-        depths: the results at each depth, up to 8 times the trained depth.
+        depths: the results after each number of iterations, up to 8 times ``trained``.
     """
 
     trained: int
@@ -242,8 +242,8 @@ class ExtrapolationReport:
 
     @property
     def verdict(self) -> str:
-        """``"forgets its prompt"``: rows differ by less than a tenth of their difference at the
-        trained depth. ``"drifts"``: beyond the trained depth the loss grows by more than 0.05 nats,
+        """``"forgets its prompt"``: ``difference`` falls below a tenth of that at the trained
+        depth. ``"drifts"``: beyond the trained depth the loss grows by more than 0.05 nats,
         or by 5 % if it is above 1. ``"settles"``: neither, and the last residual is at most 0.01.
         ``"marginal"``: neither, but the state still changes.
         """

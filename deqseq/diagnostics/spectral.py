@@ -30,13 +30,13 @@ SHOWN = 8
 
 @dataclass(frozen=True)
 class SpectralRadius:
-    """The largest eigenvalues of each row or token, by their absolute value, on the CPU; prints as
-    a table.
+    """The eigenvalues of largest absolute value of the Jacobian of each row or token, on the CPU;
+    prints as a table.
 
     Attributes:
-        eigenvalues: approximations of them, ``(batch, count)`` or ``(batch, length, count)``, with
-            as many as products, or as the state has dimensions; NaN at padding and where the
-            Jacobian is not finite.
+        eigenvalues: approximations, ``(batch, count)`` or ``(batch, length, count)``; ``count`` is
+            ``products``, but at most the state's dimensions. NaN at padding and where the Jacobian
+            is not finite.
         backward_error: norm of the smallest change of the Jacobian that would make the largest one
             exact, ``(batch,)`` or ``(batch, length)``; use more products if it is not small.
         residual: relative residual of the point, ``(batch,)``: the largest over the tokens.
@@ -103,7 +103,7 @@ def spectral_radius(
 
     Args:
         f: the map, ``z -> f(z)``, of one argument.
-        z_star: the point, ``(batch, *event)``.
+        z_star: the point, usually a fixed point, ``(batch, *event)``.
         products: products with the Jacobian per row, at least 1; the result is exact with as many
             as the state has dimensions.
 

@@ -23,10 +23,10 @@ NOT_LEFT_OUT = (
 
 
 class Gradient(ABC):
-    """How a fixed point is differentiated. An estimator is its configuration: a frozen dataclass.
+    """How a fixed point is differentiated. Write an estimator with settings as a frozen dataclass.
 
-    An estimator that needs the fixed point only is an :class:`AttachedGradient`;
-    :class:`deqseq.Unrolled` needs the iteration too.
+    An estimator that needs only the fixed point is an :class:`AttachedGradient`;
+    :class:`deqseq.Unrolled` also needs the iterations.
 
     Example:
         >>> import torch, deqseq as dq

@@ -36,11 +36,11 @@ class Implicit(AttachedGradient):
     .. math:: y = J^\top y + g, \qquad \frac{dL}{d\theta} = y^\top \frac{\partial f}{\partial
     \theta}.
 
-    The memory is that of one evaluation. Each iteration of the adjoint solve costs one backward
-    pass through the map. It has no second derivative (use :class:`Unrolled`). A map compiled with
-    ``torch.compile`` needs ``torch._functorch.config.donated_buffer = False``, because its graph is
-    used more than once. ``rtol`` is raised to the precision of the dtype in which the map is
-    computed, that of half-precision states or of autocast.
+    It needs the memory of one evaluation. Each iteration of this second solve, the adjoint solve,
+    costs one backward pass through the map. The gradient cannot be differentiated again (use
+    :class:`~deqseq.Unrolled`). A map compiled with ``torch.compile`` needs
+    ``torch._functorch.config.donated_buffer = False``, because its graph is used more than once. A
+    ``stop.rtol`` below the machine epsilon of the map's dtype (or autocast's) is raised to it.
 
     Args:
         solver: the algorithm of the adjoint solve.

@@ -17,8 +17,8 @@ from deqseq.types import FixedPointMap, State
 @checked
 @dataclass(frozen=True)
 class Unrolled(Gradient):
-    r"""Differentiate the solve itself, exactly for the returned iterate, and also for the start
-    ``z0``.
+    r"""Differentiate all iterations of the solve: the exact gradient of the returned value, for
+    the start ``z0``, too.
 
     .. math:: \frac{d z^{(s)}}{d\theta} = \frac{\partial f}{\partial z} \frac{d z^{(s-1)}}{d\theta}
               + \frac{\partial f}{\partial \theta}
@@ -105,9 +105,9 @@ class Phantom(AttachedGradient):
     (1-\lambda) I + \lambda J \rVert^k`, where :math:`J` is the map's Jacobian at the fixed point.
     Memory grows with the phantom steps, not with the iterations of the solve.
 
-    The value is that of the last step; under ``torch.no_grad()``, that of the solve. So if you
-    checkpoint a model, use ``use_reentrant=False``: the reentrant kind runs the forward pass under
-    ``no_grad``.
+    The value is that of the last step; under ``torch.no_grad()``, and in models in eval mode, that
+    of the solve. With ``torch.utils.checkpoint`` pass ``use_reentrant=False``: the reentrant kind
+    runs the forward pass under ``no_grad``.
 
     Args:
         steps: :math:`k`, at least 1.
@@ -149,13 +149,13 @@ class Phantom(AttachedGradient):
 
 @dataclass(frozen=True)
 class OneStep(AttachedGradient):
-    r"""Differentiate one evaluation at the fixed point: the exact gradient, with the identity for
-    :math:`(I - J)^{-1}`.
+    r"""Differentiate one evaluation at the fixed point.
 
     .. math:: \frac{d z^*}{d\theta} \approx \frac{\partial f}{\partial \theta}(z^*)
 
-    This is the cheapest estimator, equal to ``Phantom(steps=1, damping=1.0)``. It is biased. If the
-    map contracts well, it is still a descent direction.
+    The exact gradient has a factor :math:`(I - J)^{-1}` in front; :math:`J` is the map's Jacobian.
+    This is the cheapest estimator, equal to ``Phantom(steps=1, damping=1.0)``. It is biased, but
+    still a descent direction if the map contracts well.
 
     References:
         Fung et al., JFB: Jacobian-Free Backpropagation for Implicit Networks, AAAI 2022, arXiv

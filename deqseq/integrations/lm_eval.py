@@ -47,9 +47,8 @@ class SolvedLM(HFLM):
         window: how many tokens of a text are generated together. Default: as
             :meth:`deqseq.CausalLM.generate` chooses.
         batch_size: texts that are solved together, at most; ``"auto"``: as many as fit into memory.
-        max_length: the most tokens of a text that the model is given; its last token is only
-            predicted. Default: that of the model or the tokenizer,
-            or 2048.
+        max_length: the most tokens of a text that the model is given; the last token of a text is
+            only predicted. Default: that of the model or the tokenizer, or 2048.
 
     Raises:
         ValueError: ``solve`` or ``window`` for a model that is not implicit; an unknown name or
@@ -90,9 +89,9 @@ class SolvedLM(HFLM):
         self.counted = defaultdict[str, float](float)
 
     def tally(self) -> dict[str, float | None]:
-        """``self_iterations`` and ``token_updates`` are means over tokens, ``converged`` and
-        ``diverged`` shares of rows, ``converged_tokens`` a share of tokens, and ``evaluations``
-        calls of the map.
+        """Numbers of all solves so far: means over tokens, ``self_iterations`` and
+        ``token_updates``; shares of rows, ``converged`` and ``diverged``; a share of tokens,
+        ``converged_tokens``; and calls of the map, ``evaluations``.
 
         Each is None without a solve. Where tokens are decoded in windows, every token is a solve of
         its own, a row in these shares, and updates go on until all rows have ended.

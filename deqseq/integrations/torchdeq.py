@@ -35,12 +35,12 @@ _UNCOUNTED = {"anderson": (3, 0), "broyden": (1, 1)}
 class TorchDEQ(ExternalSolver):
     r"""One of TorchDEQ's solvers, in TorchDEQ's own loop.
 
-    It stops by its own test, with the relative tolerance of our stopping rule, or the absolute one
-    if the relative one is zero. Its norms are over whole rows, whatever ``stop.norm`` is, and all
-    rows of the batch go on until the last one has passed. :func:`deqseq.solve` then evaluates the
-    map once at the result, and tests that by our rule; take ``Stop(norm="row")`` for the same
-    norms. With ``Stop.exactly(n)``, ``n - 1`` evaluations are TorchDEQ's, if its solver can take so
-    few: ``"anderson"`` needs ``n`` of at least 4, ``"broyden"`` 3, and else the start is evaluated.
+    It stops by its own test, with ``stop.rtol``, or with ``stop.atol`` if that is zero. Its norms
+    are over whole rows, whatever ``stop.norm`` is, and all rows of the batch go on until the last
+    one has passed. :func:`deqseq.solve` then evaluates the map once at the result, and tests it by
+    ``stop``; take ``Stop(norm="row")`` for the same norms. With ``Stop.exactly(n)``, TorchDEQ makes
+    ``n - 1`` evaluations. ``"anderson"`` needs ``n >= 4`` for that, ``"broyden"`` ``n >= 3``; with
+    a smaller budget only the start is evaluated.
 
     Args:
         name: ``"fixed_point_iter"``, ``"simple_fixed_point_iter"`` (which has no tolerance and

@@ -96,7 +96,7 @@ class Attention(nn.Module):
         ValueError: ``n_kv_heads`` does not divide ``n_heads``, or ``headdim`` is odd.
 
     Attributes:
-        attend: what mixes the values, by default torch's attention, and makes the mask for it.
+        attend: what computes the attention and its mask, by default with torch's function.
 
     Example:
         >>> import torch
@@ -158,7 +158,7 @@ class Attention(nn.Module):
             x: inputs, ``(batch, length, d_model)``.
             injection: added to queries, keys and values, ``(batch, length, injected_width)``; None
                 adds nothing.
-            tables: rotary tables of these tokens.
+            tables: what :func:`~deqseq.layers.rotary_tables` gives for these tokens.
             past: the tokens before; without a graph, new keys and values are written into its
                 buffer. Default: none.
             mask: what ``attend.mask`` returned. Default: each token attends to itself and those

@@ -53,6 +53,8 @@ class Mamba2Block(nn.Module):
     .. math:: z \leftarrow z + m \odot \mathrm{mixer}(\mathrm{norm}(z), \text{injection}), \qquad
               z \leftarrow z + \mathrm{mlp}(\mathrm{norm}(z))
 
+    with the dropout mask :math:`m`.
+
     Args:
         mixer: the sequence mixer.
         d_model: width.
@@ -107,7 +109,7 @@ Norms = Literal["pre", "post", "sandwich", "closed", "outer"]
 
 
 class LlamaBlock(nn.Module):
-    r"""Attention and feed-forward layer, each with a norm or two and beside a residual path.
+    r"""Attention and feed-forward layer, each with one or two norms and a residual path.
 
     With :math:`g` for either layer, the block's dropout mask :math:`m`, and norms :math:`n, n_2`:
 
@@ -118,15 +120,15 @@ class LlamaBlock(nn.Module):
         \text{closed (Huginn):}\quad   & z \leftarrow n_2(z + m \odot g(n(z))) \\
         \text{outer (TRM):}\quad       & z \leftarrow n_2(z + m \odot g(z))
 
-    The last two keep the state bounded. Parameters are named as in the public Llama and Ouro
-    models.
+    The last two keep the state bounded; TRM is the Tiny Recursive Model. Parameters are named as in
+    the public Llama and Ouro models.
 
     Args:
         attention: the sequence mixer.
         d_model: width.
         mlp_width: hidden width of the feed-forward layer.
         norm_eps: epsilon of the norms.
-        norms: where they stand.
+        norms: one of the five names above.
 
     Example:
         >>> from deqseq.layers import Attention, LlamaBlock

@@ -43,7 +43,7 @@ class RMSNorm(nn.Module):
 class GatedRMSNorm(nn.Module):
     r"""Mamba2's output norm: gate first, then normalise each group.
 
-    .. math:: y = \mathrm{RMSNorm}(x \odot \mathrm{silu}(z))
+    .. math:: y = \mathrm{RMSNorm}(x \odot \mathrm{silu}(\mathrm{gate}))
 
     Args:
         dim: size of the last dimension.

@@ -25,7 +25,7 @@ class RotaryScaling:
         original_length: the context that the frequencies were first trained for, in tokens.
 
     Raises:
-        TypeError, ValueError: names the field, what it got and what it wants.
+        TypeError, ValueError: a field of the wrong type or out of its range.
 
     References:
         Grattafiori et al., The Llama 3 Herd of Models, 2024, arXiv 2407.21783.

@@ -77,12 +77,12 @@ def apply_weight_norm(module: nn.Module) -> None:
     .. math:: w = g\, v / \lVert v \rVert \quad \text{per row}
 
     A solve computes the weights once, other calls of a layer each time. The layers have no
-    attribute ``weight``, as a write to it would be lost: :func:`with_weights` is for reading it,
+    attribute ``weight``, because a write to it would be lost: read ``with_weights(layer).weight``;
     :func:`fold_weight_norm` makes it a parameter again. A row of zeros gets a random direction
     :math:`v`, along which it can grow.
 
     Args:
-        module: changed in place; the initial weights stay what they are.
+        module: changed in place; the values of its weights stay the same.
 
     Raises:
         ValueError: two parts share a weight, which would become two; or a part has another
@@ -169,12 +169,12 @@ def _layers(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def with_weights(module: M) -> M:
-    """The same module with its parametrised tensors computed now: what a solve iterates.
+    """A copy of a module whose parametrised tensors are computed once, now: what a solve iterates.
 
     These are the weights of :func:`apply_weight_norm`, and whatever ``torch.nn.utils.parametrize``
-    computes; with a graph, if gradients are enabled. Parametrised layers, and modules that contain
-    them, are copied; parameters, buffers and all other modules are shared. Hooks are called with
-    the original modules.
+    computes; with a graph, if gradients are enabled. Only parametrised layers, and modules that
+    contain them, are copied; parameters, buffers and all other modules are shared. Hooks are called
+    with the original modules.
 
     Args:
         module: stays as it is.

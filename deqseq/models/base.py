@@ -24,9 +24,8 @@ class Model(nn.Module, ABC):
     """A map from embedded tokens to states: :class:`ImplicitModel`, :class:`ExplicitModel`,
     :class:`RecurrentDepth`.
 
-    A model can be called, and has two methods for decoding: :meth:`evaluate` iterates some tokens,
-    :meth:`commit` commits any number of them. These two neither test for convergence nor stop
-    early.
+    A model can be called, and has two methods for decoding loops: :meth:`evaluate` runs a fixed
+    number of iterations of some tokens, :meth:`commit` gives the cache after the first of them.
 
     Example:
         >>> import torch, deqseq as dq
@@ -61,7 +60,7 @@ class Model(nn.Module, ABC):
         iterations: int = 1,
     ) -> Evaluation:
         """Run a fixed number of plain iterations, whatever the solver, without a test for
-        convergence or a commit.
+        convergence; the cache stays as it is.
 
         Args:
             x: embedded tokens, ``(batch, length, d_model)``.
@@ -84,7 +83,7 @@ class Model(nn.Module, ABC):
     def commit(
         self, cache: Cache | None, evaluation: Evaluation, counts: Counts | None = None
     ) -> Cache:
-        """The cache after some tokens of an evaluation, without a graph or another evaluation.
+        """The cache after some tokens of an evaluation, without a graph; the map is not evaluated.
 
         Args:
             cache: the cache that the evaluation used.
@@ -99,8 +98,8 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def compile(self, **options: Any) -> None:
-        """Compile the layers, but not the code around them, with ``torch.compile``, which takes the
-        ``options``.
+        """Compile the layers, but not the code around them; ``options`` are those of
+        ``torch.compile``.
         """
 
 
@@ -210,8 +209,8 @@ class ExplicitModel(BackboneModel):
     sequence model.
 
     Args:
-        backbone: the layers. An injection is not used here, except that of a backbone inside a
-            :class:`Looped`, so build the backbone without.
+        backbone: the layers. Build it with ``injection=False``: an injection is used only by a
+            backbone inside a :class:`~deqseq.Looped`.
 
     Example:
         >>> import torch, deqseq as dq
@@ -235,11 +234,11 @@ class ExplicitModel(BackboneModel):
         return_cache: bool = False,
         **options: Any,
     ) -> ModelOutput:
-        """Run the layers once; the value has no statistics.
+        """Run the layers once; ``stats`` and ``status`` of the output are None.
 
-        ``x``, ``mask``, ``cache`` and ``return_cache`` are those of :meth:`ImplicitModel.forward`,
-        ``(batch, length, d_model)`` and ``(batch, length)``. Its other ``options`` raise an
-        error unless they have no effect.
+        ``x``, ``(batch, length, d_model)``, ``mask``, ``(batch, length)``, ``cache`` and
+        ``return_cache`` are those of :meth:`deqseq.ImplicitModel.forward`. Its other ``options``
+        are errors unless they are None or False.
 
         Raises:
             TypeError: an argument of the wrong type, or an option of a solve.

@@ -37,7 +37,7 @@ from deqseq.step import Callback
 from deqseq.types import Mask, Sequence, float32_at_least, is_dense
 
 Tokens = Integer[Tensor, "batch length"]
-"""Ids of tokens: int64, int32, int16, int8 or uint8."""
+"""Token ids, ``(batch, length)``: int64, int32, int16, int8 or uint8."""
 TRANSFORMERS = ("save_pretrained", "push_to_hub", "config", "generation_config")
 """Attributes that users of transformers expect."""
 IGNORED = -100
@@ -55,11 +55,11 @@ class TokenModel(nn.Module):
 
     @property
     def core(self) -> ImplicitModel | None:
-        """The implicit part: the model itself, or that of a :class:`RecurrentDepth`; or None."""
+        """The part that is solved: the model itself or its core; None for an explicit model."""
         return solved_part(self.model)
 
     def compile(self, **options: Any) -> None:
-        """Compile the blocks of the model with ``torch.compile``, which takes the ``options``."""
+        """Compile the blocks of the model; ``options`` are those of ``torch.compile``."""
         self.model.compile(**options)
 
 
@@ -71,8 +71,8 @@ class CausalLM(TokenModel):
         model: an :class:`ImplicitModel`, :class:`ExplicitModel` or :class:`RecurrentDepth`.
         embedding_std: standard deviation of the initial embedding.
         tied: whether the head has the embedding's weights, as in the paper; ``head`` is then None.
-        embedding_dropout: probability that a number of an embedded token is zero in training; drawn
-            once, before the solve.
+        embedding_dropout: probability that an element of an embedded token is zero in training;
+            drawn once, before the solve.
         embedding_scale: factor of the embedded tokens, first rounded to their dtype, as in Gemma.
         logit_softcap: bound of the logits, which become ``cap * tanh(logits / cap)``, as in Gemma
             2. Default: none.
@@ -171,7 +171,7 @@ class CausalLM(TokenModel):
             cache: the ``cache`` of the :class:`CausalLMOutput` for the tokens before. Default:
                 ``input_ids`` begin the sequence.
             return_cache: whether to return the cache after these tokens.
-            callback: called at every check of the residual, as in :meth:`ImplicitModel.forward`.
+            callback: called at every check, as in :meth:`deqseq.ImplicitModel.forward`.
             throw: whether rows that spent their budget or diverged raise an error.
             solve: replaces the model's :class:`SolveConfig` for this call.
             **fields: fields of :class:`SolveConfig` to replace for this call. An explicit model
@@ -184,7 +184,7 @@ class CausalLM(TokenModel):
             ValueError: a bad shape, ids outside the vocabulary, both labels and targets, or nothing
                 to score.
             TypeError: an option that the model does not take.
-            ConvergenceError: with ``throw``, as in :meth:`ImplicitModel.forward`.
+            ConvergenceError: with ``throw``, as in :meth:`deqseq.ImplicitModel.forward`.
             NotImplementedError: a cache, or a sweep other than :class:`Simultaneous`, with a
                 backbone that has no ``advance``.
         """
@@ -233,8 +233,8 @@ class CausalLM(TokenModel):
             window: how many tokens are iterated together. With 1, each token is solved before the
                 next is chosen. Default: 8, but 1 where a window is an error: an explicit model, a
                 solver of another library, no tolerance, or ``start="input"``. Next tokens are
-                chosen every ``stop.check_every`` iterations; in a :class:`RecurrentDepth`, every
-                second one at most.
+                chosen every ``stop.check_every`` iterations; in a :class:`~deqseq.RecurrentDepth`,
+                at most at every second one.
             mask: bool, True at real tokens of the prompts, ``(batch, length)``, for prompts of
                 unequal length; padding may be anywhere. Default: no padding.
             cache: cache of the tokens before the prompts, as returned by a call of the model.

@@ -103,12 +103,12 @@ class ModelCall(Call):
 class ImplicitModel(BackboneModel):
     r"""The fixed point of a backbone as a function of its input, :math:`z^* = f_\theta(z^*, x)`.
 
-    Training and evaluation run the same code. If a solve converges and there is only one fixed
-    point, solver, sweep and start do not change the result. They do if there are several fixed
-    points, or if the budget is small.
+    If a solve converges and there is only one fixed point, solver, sweep and start do not change
+    the result beyond the tolerance. They do if there are several fixed points, or if the budget is
+    too small.
 
     Args:
-        backbone: the map.
+        backbone: the layers, as a map of the state.
         solve: how its fixed point is found and differentiated. Default: :class:`SolveConfig`'s
             defaults.
         eval_solve: the same in eval mode. Default: ``solve``.
@@ -129,9 +129,8 @@ class ImplicitModel(BackboneModel):
         >>> x = torch.ones(2, 3, 4)
         >>> torch.allclose(model(x, throw=True).value, model.backbone.solution(x), atol=1e-5)
         True
-        >>> model(
-        ...     x, sweep=dq.Sequential()
-        ... ).stats.iterations.shape  # any field can be replaced for one call
+        >>> output = model(x, sweep=dq.Sequential())  # any field can be replaced for one call
+        >>> output.stats.iterations.shape
         torch.Size([2, 3])
     """
 
@@ -166,7 +165,7 @@ class ImplicitModel(BackboneModel):
         solve: SolveConfig | None = None,
         **fields: Unpack[SolveFields],
     ) -> ModelOutput:
-        """Solve for the fixed point of ``x``.
+        """Solve for the fixed point that belongs to the input ``x``.
 
         Args:
             x: embedded tokens, ``(batch, length, d_model)``.
@@ -174,8 +173,7 @@ class ImplicitModel(BackboneModel):
                 It does not change the real tokens, and is zero in the result. Default: no padding.
             cache: the ``cache`` of the :class:`ModelOutput` for the tokens before. Default: there
                 are none.
-            return_cache: whether to return the cache after these tokens, as the solve found it. It
-                carries no gradient.
+            return_cache: whether to return the cache after these tokens, which carries no gradient.
             callback: called with a :class:`Progress` at every check of the residual. The residuals
                 of real tokens come first in each row, wherever the padding is.
             throw: whether rows that spent their budget or diverged raise an error.

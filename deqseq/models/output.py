@@ -22,7 +22,7 @@ class ModelOutput(Outcome):
         stats: numbers of the solve, per token; None for an explicit model.
         status: a :class:`~deqseq.Status` per row, the worst over its tokens, ``(batch,)``; None for
             an explicit model.
-        call: what was solved, and how, for :meth:`explain`; not saved with the object.
+        call: what was solved, and how, for ``explain()``; not saved with the object.
     """
 
     value: Float[Tensor, "batch length d_model"]
@@ -43,7 +43,7 @@ class CausalLMOutput(Outcome):
         cache: the cache after these tokens, with ``return_cache=True``.
         stats: numbers of the solve, per token; None for an explicit model.
         status: a :class:`~deqseq.Status` per row, ``(batch,)``; None for an explicit model.
-        call: what was solved, and how, for :meth:`explain`; not saved with the object.
+        call: what was solved, and how, for ``explain()``; not saved with the object.
     """
 
     logits: Float[Tensor, "batch length vocab"]
@@ -65,7 +65,7 @@ class TokenClassifierOutput(Outcome):
         loss: mean cross entropy in nats, ``()``, in float32 at least; None without targets.
         stats: numbers of the solve, per token; None for an explicit model.
         status: a :class:`~deqseq.Status` per row, ``(batch,)``; None for an explicit model.
-        call: what was solved, and how, for :meth:`explain`; not saved with the object.
+        call: what was solved, and how, for ``explain()``; not saved with the object.
     """
 
     logits: Float[Tensor, "batch length n_classes"]
@@ -78,7 +78,7 @@ class TokenClassifierOutput(Outcome):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model's ``evaluate`` returns: some tokens after a few iterations, before a commit.
+    """What a model's ``evaluate`` returns: tokens after some iterations, not yet in the cache.
 
     Attributes:
         point: the states before the last iteration, ``(batch, length, state_width)``.
@@ -97,8 +97,8 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class NewTokens:
-    """What a callback receives when tokens are committed: one token per row; with a window, any
-    number per row.
+    """What the ``callback`` of ``generate`` receives whenever tokens become final: one token per
+    row; with a window, any number per row.
 
     Attributes:
         rows: the row of the batch that each token belongs to, in ascending order, ``(new,)``.

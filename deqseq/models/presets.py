@@ -33,12 +33,12 @@ def preset(name: str) -> LanguageModelSpec:
     """One of the paper's models: ``FAMILY-SIZE-KIND``, or the state-tracking model.
 
     Families are ``llama3`` and ``mamba2``, sizes ``130m``, ``370m``, ``760m`` and ``1.3b``. Kinds
-    are ``explicit``, ``pretrain`` (bounded: at most 4 iterations, then 1 phantom step) and
-    ``implicit`` (free: at most 24 iterations, for Llama 32, for its 370m 24, then 4 phantom steps).
-    Solves are damped by 0.8 and end at a relative difference of 0.05 of each token, with 4 times
-    the budget in evaluation; ``mamba2-state-tracking``, the state-tracking model, has 32 iterations
-    and 2,048 in evaluation. The reference code trains undamped and measures a sequence by one
-    norm; :func:`deqseq.integrations.foreign.from_reference_config` gives that.
+    are ``explicit``; ``pretrain``, with at most 4 iterations, then 1 phantom step; and
+    ``implicit``, with at most 24 iterations (32 for Llamas except ``370m``), then 4 phantom steps.
+    Solves use ``Relaxed(0.8)`` and end at a relative residual of 0.05 of each token. The budget in
+    evaluation is 4 times as large. ``mamba2-state-tracking`` has 32 iterations, and 2,048 in
+    evaluation. The paper's code trains undamped and measures a sequence by one norm;
+    :func:`deqseq.integrations.foreign.from_reference_config` gives that.
 
     Args:
         name: a key of :data:`PRESETS`.
@@ -145,7 +145,7 @@ EXAMPLES: Mapping[str, LanguageModelSpec] = MappingProxyType(
     | {"swaps": _SWAPS}
 )
 """The :class:`LanguageModelSpec` of each trained language model, by name, without ``"sudoku"``. The
-metadata of its file of weights says how it was trained."""
+metadata of a weights file says how the model was trained."""
 
 
 @overload
@@ -175,8 +175,8 @@ def load_example(name: str) -> Any:
       answers 98 % of the last questions.
     - ``"swaps"``: a Transformer of six layers, pretrained on stories of up to four swaps, whose two
       middle layers were then looped; answers 98 % of the last questions after 16 swaps. Its ids are
-      the bytes of ``13315``, which swaps the balls 1 and 3 and asks for ball 5, and of its answers,
-      the cups ``A`` to ``E``.
+      bytes: a sentence such as ``13315`` (1 for 3, 3 for 1, where is 5?) swaps the balls 1 and 3
+      and asks for ball 5; answers are the cups ``A`` to ``E``.
     - ``"text"``: one Mamba2 block that predicts the next character of Shakespeare's plays; 2.36
       bits per character on three plays that it was not trained on. Its ids are the bytes of ASCII
       text.

@@ -25,7 +25,7 @@ class RecurrentDepth(Model):
     The core decides how the model is solved: sweeps, gradients, stopping rules and statistics are
     those of an :class:`ImplicitModel`. Each part has its own cache. The core needs one cache entry
     per token, whatever the number of iterations. With ``ExplicitModel(Looped(backbone, steps))`` as
-    the core, the model has a fixed depth: nothing is solved, and each step has its own cache.
+    the core, the depth is fixed: nothing is solved, and each step has its own cache.
 
     Args:
         prelude: runs once on the embedded tokens.
@@ -92,7 +92,7 @@ class RecurrentDepth(Model):
         """Run the prelude, solve for the core's fixed point, run the coda; the statistics are the
         core's.
 
-        All arguments are those of :meth:`ImplicitModel.forward`: ``x``, ``(batch, length,
+        All arguments are those of :meth:`deqseq.ImplicitModel.forward`: ``x``, ``(batch, length,
         d_model)``, ``mask``, ``(batch, length)``, ``cache``, ``return_cache``, and ``options`` of
         the core. An explicit core takes no options.
 

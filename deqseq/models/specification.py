@@ -46,7 +46,7 @@ INJECTIONS: Mapping[str, Callable[[int], Injection]] = {
 @checked
 @dataclass(frozen=True)
 class DecoderLayers:
-    """Some layers of another library's decoder, which is needed when the model is built.
+    """Some layers of a transformers decoder; building the model needs that decoder.
 
     Args:
         d_model: width.
@@ -104,19 +104,19 @@ class LanguageModelSpec:
         eval_solve: the same in eval mode. Default: ``solve``.
         tied: whether the head has the embedding's weights.
         embedding_std: standard deviation of the initial embedding.
-        embedding_dropout: probability that a number of an embedded token is zero in training.
+        embedding_dropout: probability that an element of an embedded token is zero in training.
         embedding_scale: factor of the embedded tokens.
         logit_softcap: bound of the logits. Default: none.
         prelude: sizes of the layers that run once before the backbone, as in
             :class:`deqseq.RecurrentDepth`. Default: none.
         coda: sizes of the layers that run once after it; given with ``prelude``.
-        injection: how the input enters each iteration, by :class:`deqseq.Injected`. Default: by the
-            backbone's own ``injection``, if at all.
+        injection: how the input enters each iteration, by :class:`deqseq.Injected`: ``"concat"``,
+            ``"add"`` or ``"decay"``. Default: by the backbone's own ``injection``, if at all.
         norm: ``"coda"`` applies the coda's last norm also to the states before the coda, as in
             Huginn.
         steps: how often the backbone of an explicit model runs, as in :class:`deqseq.Looped`.
             Default: once.
-        loop_start: where these steps begin.
+        loop_start: where these steps begin, the ``start`` of :class:`deqseq.Looped`.
 
     Raises:
         ValueError: fields that do not go together.
@@ -232,11 +232,11 @@ class LanguageModelSpec:
 
 
 def specification_of(lm: CausalLM, embedding_std: float = 0.02) -> LanguageModelSpec:
-    """What a language model is, as it is now: the inverse of :meth:`LanguageModelSpec.build`.
+    """The specification of a language model as it is now: the inverse of ``build()``.
 
     Args:
-        lm: of Mamba2 and Llama backbones, or of the layers of a transformers decoder.
-        embedding_std: of the specification; a model does not remember it.
+        lm: a model of Mamba2 and Llama backbones, or of the layers of a transformers decoder.
+        embedding_std: that of the specification; a model does not remember it.
 
     Raises:
         TypeError: a part that a specification cannot name.

@@ -106,7 +106,7 @@ class TokenClassifier(TokenModel):
                 padding are left out of the loss.
             mask: bool, True at real tokens, ``(batch, length)``; padding may be anywhere in a row.
                 Default: no padding.
-            callback: called at every check of the residual, as in :meth:`ImplicitModel.forward`.
+            callback: called at every check, as in :meth:`deqseq.ImplicitModel.forward`.
             throw: whether rows that spent their budget or diverged raise an error.
             solve: replaces the model's :class:`SolveConfig` for this call.
             **fields: fields of :class:`SolveConfig` to replace for this call; ``start`` may also be
@@ -120,7 +120,7 @@ class TokenClassifier(TokenModel):
         Raises:
             ValueError: a bad shape, ids or targets out of their range, or nothing to score.
             TypeError: an option that the model does not take.
-            ConvergenceError: with ``throw``, as in :meth:`ImplicitModel.forward`.
+            ConvergenceError: with ``throw``, as in :meth:`deqseq.ImplicitModel.forward`.
             NotImplementedError: a sweep other than :class:`Simultaneous`, of a model that is not
                 causal.
         """

@@ -32,9 +32,6 @@ def ssd(
     \qquad
               \Delta_t = \mathrm{clamp}(\mathrm{softplus}(dt_t + dt_\mathrm{bias}))
 
-    Within a chunk the recurrence is one masked matrix product (its dual form); between chunks the
-    state is carried.
-
     Args:
         x: inputs, ``(batch, length, heads, headdim)``, any length from 1.
         dt: step sizes before bias and softplus, ``(batch, length, heads)``.
@@ -42,12 +39,12 @@ def ssd(
         B: input maps, ``(batch, length, groups, d_state)``; ``groups`` divides ``heads``.
         C: output maps, ``(batch, length, groups, d_state)``.
         D: skip weights, ``(heads,)``.
-        dt_bias: ``(heads,)``.
+        dt_bias: added to ``dt``, ``(heads,)``.
         dt_softplus: whether step sizes pass a softplus.
         dt_limit: lower and upper bound of the step sizes.
         initial_state: the state before the first token, ``(batch, heads, headdim, d_state)``; None
             is zero.
-        return_state: whether the state after the last token is wanted.
+        return_state: whether to return the state after the last token.
         chunk_size: tokens per chunk. Affects speed, and the rounding of the kernels: their decays
             are differences of float32 sums over a chunk, with few digits under strong decay. The
             reference takes differences in float64. Default: 64 in the reference, 256 in the
@@ -61,7 +58,7 @@ def ssd(
         in float32, and have no second derivatives.
 
     Raises:
-        TypeError, ValueError: names the argument, what it got and what it wants.
+        TypeError, ValueError: an argument of the wrong type or shape, or out of its range.
         BackendError: ``backend="mamba_ssm"`` where its kernels cannot run; it says what is missing.
 
     References:

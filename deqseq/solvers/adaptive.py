@@ -39,7 +39,7 @@ class AdaptiveMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class Adaptive(Solver[AdaptiveMemory]):
-    r"""Relaxed iteration that adapts the step of every token, up to 3.
+    r"""Relaxed (damped) iteration whose step size adapts to every token, up to 3.
 
     .. math:: z_t \leftarrow z_t + \tau_t\, r_t, \qquad r = f(z) - z, \qquad
               \tau_t \leftarrow \min\left(
@@ -48,12 +48,12 @@ class Adaptive(Solver[AdaptiveMemory]):
               \sigma_t = \tau_t\, \frac{\langle r_t^-,\; r_t^- - r_t \rangle}
               {\lVert r_t^- - r_t \rVert^2}
 
-    for token :math:`t`, with its residual :math:`r^-` of the iteration before. :math:`\tau` times
+    for token :math:`t`; :math:`r^-` is the residual of the iteration before. :math:`\tau` times
     either fraction is a step of Barzilai and Borwein; :math:`\sigma`, the shorter one, would have
     made the last residual smallest. If the residual reverses, as in a limit cycle, the step becomes
     shorter at once. If it falls slowly in one direction, as in a model with a residual path, the
-    step becomes longer than 1, that of plain iteration. The step is 1 at first, and after a
-    residual that has grown along the last one.
+    step becomes longer than 1, the step of plain iteration. It is 1 at first, and after a residual
+    that has grown along the previous one.
 
     The limit :math:`\ell` of a row starts at 3. At every fifth iteration it grows by 15 % if the
     row's residual is lower than five iterations before. If not, as in a map that rotates and
@@ -62,14 +62,13 @@ class Adaptive(Solver[AdaptiveMemory]):
     of a row are geometric means over its tokens: in a causal model tokens converge from left to
     right, and the row makes progress while some of them do.
 
-    A token is the last dimension of the state, as for :class:`deqseq.Stop`. The memory is one
+    A token is a vector along the last dimension, as for :class:`deqseq.Stop`. The memory costs one
     state.
 
     References:
         Barzilai and Borwein, Two-Point Step Size Gradient Methods, IMA Journal of Numerical
         Analysis 1988. Movahedi et al., Fixed-Point RNNs: Interpolating from Diagonal to Dense,
-        2025, arXiv 2503.10799 (appendix D.3), lower the damping of a row if its largest residual
-        does not improve, and do not raise it again.
+        2025, arXiv 2503.10799 (appendix D.3), only lower the damping of a row.
 
     Example:
         >>> import torch, deqseq as dq

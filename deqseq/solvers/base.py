@@ -13,8 +13,7 @@ S = TypeVar("S")
 
 
 class Solver(ABC, Generic[S]):
-    """One step of a fixed-point algorithm. A solver is its configuration: write one with settings
-    as a frozen dataclass.
+    """One step of a fixed-point algorithm. Write a solver that has settings as a frozen dataclass.
 
     The loop in :func:`deqseq.solve` evaluates the map, measures residuals, freezes rows and stops;
     a solver only proposes the next point. It never calls the map, so that evaluation counts are
@@ -43,12 +42,12 @@ class Solver(ABC, Generic[S]):
     first check a token converges only if it passes two consecutive checks, and has not grown to
     more than 1e4 times its first size. Such a solver can also converge where the map expands, so
     that ``z`` meets the tolerance and ``f(z)`` does not. So models return the ``z`` of a row that
-    converged, as :func:`deqseq.solve` does with every solver.
+    converged, as :func:`deqseq.solve` does with every solver; with other solvers, ``f(z)``.
     """
 
     owns_loop: ClassVar[bool] = False
-    """Whether :meth:`begin` runs the whole solve; then one evaluation follows, and there are no
-    windows.
+    """Whether :meth:`begin` runs the whole solve; one evaluation follows, and a sweep needs
+    ``window=1``.
     """
 
     per_token: ClassVar[bool] = False
@@ -85,10 +84,10 @@ class Solver(ABC, Generic[S]):
         """
 
     def restart(self, state: S, z: State, rows: RowIndex) -> S:
-        """``state`` with the memory of some ``rows``, int64 ``(rows,)``, begun anew, because their
+        """The memory ``state`` in which some ``rows``, int64 ``(rows,)``, begin anew, because their
         windows have moved.
 
-        Write your own if the first step changes shapes or numbers in the memory; ``z`` is the next
+        Override it if the first step changes shapes or numbers in the memory; ``z`` is the next
         point to evaluate, ``(batch, *event)``.
 
         Raises:
@@ -122,11 +121,12 @@ class Solver(ABC, Generic[S]):
 
 
 class ExternalSolver(Solver[None]):
-    """A solver of another library, which owns its loop.
+    """A solver of another library, with a loop of its own.
 
-    It solves one block of tokens after another; a window of several blocks (:class:`Sliding`) is a
-    ValueError. Then deqseq evaluates the map once at its result, for value, residual, status and
-    ``aux``. All evaluations are counted.
+    :meth:`run` solves one block of tokens after another, by default all tokens at once; a sweep
+    with a larger ``window``, such as :class:`~deqseq.Sliding`, is a ValueError. Then deqseq
+    evaluates the map once at the result, for value, residual, status and ``aux``. All evaluations
+    are counted.
 
     Example:
         >>> from deqseq import ExternalSolver

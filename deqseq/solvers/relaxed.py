@@ -16,7 +16,7 @@ class Naive(Solver[None]):
 
     .. math:: z \leftarrow f(z)
 
-    It converges if the map contracts. No other step is cheaper.
+    It converges if the map contracts.
 
     Example:
         >>> import torch, deqseq as dq

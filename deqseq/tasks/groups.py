@@ -148,7 +148,7 @@ def direct_product(*factors: FiniteMonoid) -> FiniteMonoid:
 
 @checked
 def generators(monoid: FiniteMonoid, count: PositiveInt) -> tuple[int, ...]:
-    """The canonical generating subset of a given size, as ids.
+    """A fixed choice of ``count`` elements that generate the monoid, as ids.
 
     Two for S_n: (2, 1, 3, ...) and the n-cycle (2, ..., n, 1). Two for A_n: the cycle of all points
     (n odd) or all but 1, and (2, 3, 1, 4, ...). Otherwise the first subset without the identity
@@ -273,8 +273,7 @@ def parse_group(name: str) -> FiniteMonoid:
       a(b(i)).
     - ``An``: the even permutations of Sn. A5 is the smallest group that is not solvable.
     - ``Dn``: rotations 1, r, r2, ... and reflections s, rs, r2s, ... of a regular n-gon, n up to
-      512: order 2n, with :math:`r^n = s^2 = 1` and :math:`s \circ r = r^{-1} \circ s`. Some authors
-      name it after its order.
+      512: order 2n, with :math:`r^n = s^2 = 1` and :math:`s \circ r = r^{-1} \circ s`.
     - ``Q8``: the quaternions 1, -1, i, -i, ..., with :math:`i^2 = j^2 = k^2 = i \circ j \circ k =
       -1`.
     - ``M``: the aperiodic monoid {E, A, B, X} of the paper's harder word problem. E is the

@@ -24,7 +24,7 @@ class Answers(NamedTuple):
 
     Attributes:
         targets: ids of the answers at the last word of each question, -100 elsewhere.
-        hops: how many steps lie behind each answer, as the kind of story counts them, -1 elsewhere.
+        hops: how many steps each answer depends on, as the kind of story counts them, -1 elsewhere.
     """
 
     targets: Int64[Tensor, "batch length"]
@@ -234,13 +234,13 @@ WEIGHTS = (2, 1, 3, 6, 3, 5)
 class Programs(Story):
     """Programs of three variables, whose values are numbers modulo 10.
 
-    The right side of an assignment is a variable, a number, or a sum of two. An assignment may be
-    repeated; when drawn, 2 to 4 times, and it then adds to its variable. Variables have a value
-    before they are read. Short programs have fewer forms, as first lessons: with two assignments
-    numbers and variables, with three also sums with a number, with four also sums of variables,
-    with five a number is added repeatedly, with six or more a variable, too. The length is the
-    number of assignments; equally many values are printed, one of them at the end. Hops count the
-    assignments on the longest path to a value, each repetition separately.
+    The right side of an assignment is a variable, a number, or a sum of two of them. Assignments
+    may be repeated; drawn programs repeat, 2 to 4 times, only those that add to their variable.
+    Variables have a value before they are read. Short programs have fewer forms, as first lessons:
+    with two assignments only numbers and variables; from three on also sums with a number, from
+    four on sums of variables, from five on repeated sums with a number, from six on with a
+    variable. The length is the number of assignments; equally many values are printed, one of them
+    at the end. Hops count the assignments on the longest path to a value, repetitions separately.
 
     Example:
         >>> from deqseq.tasks import Programs

@@ -119,8 +119,8 @@ class Task(ABC):
         seed: Seed,
         device: torch.device | str | None = None,
     ) -> WordBatch:
-        """A fixed data set for evaluation: ``size`` sequences of one ``length``, in the unit of
-        :meth:`batches`, on a ``device``.
+        """A data set for evaluation: ``size`` sequences of one ``length``, in the unit of
+        :meth:`batches`, on a ``device``, by default the CPU.
 
         The same ``seed``, 0 to 2**31 - 1, gives the same data, which are independent of those of
         :meth:`batches`.
@@ -174,9 +174,9 @@ class WordProblem(Task):
     Token ids are element ids, so inputs and targets share one vocabulary, and every position is
     scored. Tokens :math:`g_t` are independent and uniform over ``inputs``. Then each token becomes
     *easy* with probability ``identity_probability``: it is replaced by the identity, which need not
-    be one of ``inputs``. In a direct product, all factors that are groups are replaced together;
-    the other factors stay random. (The paper's harder problem is ``parse_group("A5xM")`` with all
-    elements as inputs.)
+    be one of ``inputs``. In a direct product, the parts of a token in all groups are replaced, the
+    other parts stay. (The paper's harder problem is ``parse_group("A5xM")`` with all elements as
+    inputs.)
 
     Args:
         monoid: the monoid that tokens are elements of.

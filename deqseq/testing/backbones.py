@@ -26,13 +26,13 @@ SWEEPS: tuple[Sweep, ...] = (Simultaneous(), Chunked(3), Sequential(), Sliding(3
 class BackboneContract:
     """The suite for a backbone: subclass it as ``TestName``, and set ``backbone``.
 
-    It checks single evaluations first, at any state, with their gradients, and then whole solves,
-    for which the backbone must contract, or ``config`` name a solver that finds its fixed point.
-    It checks that tokens depend on earlier ones only (unless ``causal`` is False), that rows are
-    independent and padding is not seen, that nothing is changed in place, and that a solve is the
-    same with a cache as without. Tests use a copy in float64 (that of dtypes also in others), and
-    all but one eval mode. Those of the cache are skipped for a backbone that is not causal or has
-    no ``advance``.
+    It checks single evaluations at random states and their gradients, and whole solves. For these
+    the backbone must contract, or ``config`` name a solver that finds its fixed point. It checks
+    that tokens do not depend on later ones (unless ``causal`` is False), that rows are independent
+    and padding has no effect, that nothing is changed in place, and that a solve is the same with a
+    cache as without. Tests use a copy in float64 and eval mode; one also takes other dtypes, one
+    training mode. Those of the cache are skipped for a backbone that is not causal or has no
+    ``advance``.
 
     Attributes:
         backbone: the backbone, of any width.

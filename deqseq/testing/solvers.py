@@ -30,8 +30,8 @@ class SolverContract:
     It checks that the solver finds fixed points that are known in closed form, in float64 and in
     half precision; that the value it returns passes the tolerance; that each row has the same
     result, bit for bit, whatever the others do, also if one becomes NaN, and when finished rows are
-    removed from the solver's memory; that a row begun anew is as a new solve; that nothing is
-    modified in place; and that the iteration can be differentiated.
+    removed from the solver's memory; that a restarted row is iterated as in a new solve; that
+    nothing is modified in place; and that the iteration can be differentiated.
 
     Attributes:
         solver: the solver.

@@ -13,10 +13,10 @@ from deqseq.training.phase import Phase
 @checked
 @dataclass(frozen=True)
 class Curriculum:
-    """Phases in order, from cheap and bounded to free.
+    """The phases of a run in order, such as :func:`bounded`, then :func:`free`.
 
-    In a plain loop: ``curriculum.at(progress).apply(model)`` before a step. With the Trainer of
-    transformers: :class:`deqseq.integrations.huggingface.callbacks.CurriculumCallback`.
+    In a plain loop, call ``curriculum.at(progress).apply(model)`` before each step. With the
+    Trainer of transformers, use :class:`~deqseq.integrations.huggingface.CurriculumCallback`.
 
     Args:
         phases: phases with distinct names and increasing ends; the last end may be None, and in
@@ -28,14 +28,15 @@ class Curriculum:
             unit, or a depth that rises over a phase without an end.
 
     References:
-        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827, section 4:
-        (4+1)-, (24+4)- and (32+4)-models.
+        Schöne et al., Implicit Language Models are RNNs, ICML 2025, arXiv 2502.07827, section 4.
 
     Example:
-        >>> from deqseq.training import Curriculum
-        >>> from deqseq.training import bounded, free
-        >>> Curriculum((bounded(), free())).at(0.9).name
-        'free'
+        >>> import deqseq as dq
+        >>> from deqseq.training import Curriculum, bounded, free
+        >>> curriculum, model = Curriculum((bounded(), free())), dq.ImplicitModel(dq.Affine(4))
+        >>> curriculum.at(0.9).apply(model)  # before a step, after 90 % of the run
+        >>> model.solve.stop.max_steps
+        24
         >>> Curriculum((bounded(until=8_000_000), free(32)), unit="tokens").at(7_999_999).name
         'bounded'
     """

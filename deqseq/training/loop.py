@@ -26,11 +26,11 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     r"""The parameters of a model in two groups for an optimizer: with weight decay, and without.
 
-    Not decayed are embeddings and a head tied to one; scales of norms; biases, ``dt_bias``, ``D``
-    and ``A_log``; and magnitudes of weight-normalised maps, :math:`g` in :math:`w = g\, v / \lVert
-    v \rVert`. All other parameters of two dimensions or more are decayed, including the directions
-    :math:`v`. Their gradient is orthogonal to :math:`v`, so every step makes them longer; decay
-    keeps their length, and so the rate at which they turn, from drifting.
+    These are not decayed: embeddings and a head tied to one; scales of norms; biases, ``dt_bias``,
+    ``D`` and ``A_log``; and the magnitudes :math:`g` of weight-normalised maps, :math:`w = g\, v /
+    \lVert v \rVert`. All other parameters of two dimensions or more are decayed, including the
+    directions :math:`v`. The gradient of :math:`v` is orthogonal to it, so every step makes it
+    longer; decay keeps its length, and so the rate at which it turns, from drifting.
 
     Args:
         model: any module, of this library or of transformers.
@@ -185,7 +185,7 @@ def check_finite(
         quantity: what the value is.
 
     Raises:
-        NonFiniteLoss: says where.
+        NonFiniteLoss: NaN or infinity; names step and phase.
         TypeError: not a number; None, from a model that was not given targets.
         ValueError: a tensor of several numbers.
 

@@ -106,8 +106,9 @@ class Phase:
         until: where it ends, in the unit of its :class:`Curriculum`. None: it ends with the run.
         solve: how the fixed point is found and differentiated in training.
         eval_solve: the same in eval mode. Default: ``solve``.
-        depth: distribution of the budget ``solve.stop.max_steps``, which :meth:`Curriculum.at`
-            draws for every training step. Eval mode does not change. Default: the budget is fixed.
+        depth: distribution of the budget ``solve.stop.max_steps``, which
+            :meth:`deqseq.training.Curriculum.at` draws for every training step. Eval mode does not
+            change. Default: the budget is fixed.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, an empty name, or an end that is not
@@ -212,8 +213,9 @@ def bounded(
             fraction of the run (in the paper, 80 % of the tokens); give it for steps and tokens.
         name: for logs and checkpoints.
         base: gives the solver, the sweep, the start, and of its ``stop`` the norm and the limit of
-            divergence; its gradient and budget are not used.
-        eval_base: the same in eval mode. Default: ``base``.
+            divergence; its gradient, budget and tolerances are not used.
+        eval_base: the same in eval mode, but of its ``stop`` everything except budget and ``rtol``.
+            Default: ``base``.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of its range.
@@ -248,8 +250,8 @@ def free(
         rtol: relative tolerance.
         until: where the phase ends. None: it ends with the run.
         name: for logs and checkpoints.
-        base: gives the solver, the sweep, the start, and of its ``stop`` the norm and the limit of
-            divergence; its gradient and budget are not used.
+        base: gives the solver, the sweep, the start, and of its ``stop`` everything except budget
+            and ``rtol``; its gradient is not used.
         eval_base: the same in eval mode. Default: ``base``.
 
     Raises:
@@ -257,12 +259,9 @@ def free(
 
     Example:
         >>> from deqseq.training import free
-        >>> (
-        ...     free(32).solve.stop.max_steps,
-        ...     free(32).eval_solve.stop.max_steps,
-        ...     free(32).solve.gradient.steps,
-        ... )
-        (32, 128, 4)
+        >>> phase = free(32)
+        >>> phase.solve.stop.max_steps, phase.eval_solve.stop.max_steps
+        (32, 128)
     """
     return _phase(name, until, base, eval_base, budget, Phantom(phantom), rtol)
 
@@ -281,9 +280,9 @@ def unrolled(
 
     As a first phase for state tracking it learns fast if a problem needs several iterations. The
     result is not a fixed point yet, so a :func:`free` phase has to follow. Recurrent-depth models
-    are trained with a drawn number of iterations, and the last 8 differentiated. In eval mode the
-    budget is four times as large (four times the mean), with a relative tolerance of 0.05;
-    gradients in eval mode, if any, are of all iterations.
+    are trained with a drawn number of iterations, of which the last 8 are differentiated. In eval
+    mode the budget is four times ``steps``, or four times their mean, and the relative tolerance
+    0.05; gradients in eval mode, if any, are of all iterations.
 
     Args:
         steps: number of iterations, at least 1; or a distribution that is drawn from in every
@@ -291,8 +290,8 @@ def unrolled(
         until: where the phase ends. None: it ends with the run.
         last: how many of the last iterations are differentiated. Default: all.
         name: for logs and checkpoints.
-        base: everything else: solver, sweep, start, and how its ``stop`` measures.
-        eval_base: the same in eval mode. Default: ``base``.
+        base: as for :func:`bounded`.
+        eval_base: as for :func:`bounded`.
 
     Raises:
         ValueError: ``last`` is larger than a fixed number of ``steps``.

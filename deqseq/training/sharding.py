@@ -16,7 +16,7 @@ from deqseq.models import CausalLM, ExplicitModel, ImplicitModel
 
 @checked
 def gather_once(model: nn.Module) -> None:
-    """Gather the sharded blocks of implicit models once per solve; call this after ``fully_shard``.
+    """Gather sharded blocks once per solve; call this after ``fully_shard`` (FSDP2).
 
     ``fully_shard`` gathers weights in every iteration, so processes that take unequal numbers of
     iterations would wait for each other forever. After this call, every

@@ -39,9 +39,9 @@ def from_pretrained(
       :class:`deqseq.RecurrentDepth`. By default its core is solved to a relative tolerance of 1e-3,
       within 4 times its mean depth, from zero. With ``steps`` it runs as its authors do: that many
       times, from random states, with a cache for each step.
-    - Ouro becomes an :class:`deqseq.ExplicitModel` of a :class:`deqseq.Looped` stack, for it has no
-      fixed point. Its gate is left out: at the threshold of the released files, 1, every token
-      takes the last loop.
+    - Ouro becomes an :class:`deqseq.ExplicitModel` of a :class:`deqseq.Looped` stack, because it
+      has no fixed point. Its exit gate is left out: at the threshold of the released files, 1,
+      every token takes all loops.
     - Models of the paper's reference code are solved as there, see :func:`from_reference_config`;
       Llama and Mamba2, transformers' or mamba_ssm's, are explicit and compute what those do.
 
@@ -58,8 +58,8 @@ def from_pretrained(
     Raises:
         FileNotFoundError: no such folder, or no ``config.json`` or weights in it.
         ImportError: a name on the hub, without the extra ``hf``.
-        ValueError: a ``dtype`` of integers; a configuration that is not computed here; a file that
-            is cut short; tensors that are missing, unexpected or of another shape.
+        ValueError: a ``dtype`` of integers; a configuration that deqseq cannot compute; a truncated
+            file; tensors that are missing, unexpected or of another shape.
 
     References:
         Geiping et al., 2025, arXiv 2502.05171 (Huginn); McLeish et al., 2025, arXiv 2511.07384
@@ -97,7 +97,7 @@ def from_state(
         The model in eval mode, its weights in their own dtypes.
 
     Raises:
-        TypeError, ValueError: a configuration that is not computed here; tensors that are missing,
+        TypeError, ValueError: a configuration that deqseq cannot compute; tensors that are missing,
             unexpected, not finite or of another shape.
 
     Example:

@@ -159,9 +159,9 @@ def from_reference_config(config: Mapping[str, Any]) -> LanguageModelSpec:
     """Turn a configuration of the paper's reference code into a specification.
 
     The model is solved as in the reference: training iterates without damping and tests each row by
-    one norm, so it needs the simultaneous sweep; evaluation damps by ``tau`` and tests each token.
-    One difference remains: our dropout mask differs between the tokens of a row, the reference's
-    does not.
+    one norm, so it needs the :class:`deqseq.Simultaneous` sweep; evaluation damps by ``tau`` and
+    tests each token. Only dropout differs: deqseq draws a mask for each token, the reference one
+    for all tokens of a row.
 
     Args:
         config: the parsed ``config.json``, with ``backbone_config`` and, for an implicit model,

@@ -36,8 +36,8 @@ class Solve(Outcome):
 class ImplicitCache(TransformersCache):
     """The committed tokens, under the interface of transformers' caches.
 
-    A model replaces the value, which itself never changes. So a copy of this object (``copy.copy``)
-    is a prompt that several continuations can share.
+    A model replaces ``value`` and never changes it. So several continuations can share a prompt:
+    give each of them a copy of this object (``copy.copy``).
 
     Attributes:
         value: the cache of the backbone; None before the first token.

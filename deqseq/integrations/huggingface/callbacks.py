@@ -21,14 +21,12 @@ log = logging.getLogger(__name__)
 
 
 class CurriculumCallback(TrainerCallback, ExportableState):
-    """Trains the model of a Trainer by the phases of a curriculum; an explicit model is left as it
-    is.
+    """Trains the model of a Trainer by the phases of a curriculum; explicit models do not change.
 
-    The phase is chosen, and its budget drawn if it has a ``depth``, before every step. The
-    Trainer's checkpoints contain the curriculum: a resumed run continues in its phase with the same
-    draws, and resuming with another curriculum is an error. Between steps the model's configuration
-    has the phase with the budget that is not drawn, so that a saved checkpoint is solved as in that
-    phase. Fractions are those of ``max_steps``; ends in tokens need
+    The phase is chosen before every step, and its budget drawn if it has a ``depth``. The Trainer's
+    checkpoints contain the curriculum: a resumed run continues in its phase with the same draws,
+    and resuming with another curriculum is an error. Checkpoints are saved with the phase's own
+    budget, not a drawn one. Fractions are those of ``max_steps``; ends in tokens need
     ``TrainingArguments(include_num_input_tokens_seen="all")``.
 
     Args:
@@ -123,12 +121,12 @@ class CurriculumCallback(TrainerCallback, ExportableState):
 
 
 class SolveLog(TrainerCallback):
-    """Adds how the solves of training went to what a Trainer logs with its loss.
+    """Adds ``iterations`` and ``converged`` of the training solves to the losses a Trainer logs.
 
-    ``iterations`` is their mean number per solved token, ``converged`` the share of rows, both
+    These are the mean number of iterations per solved token and the share of rows that converged,
     since the last log; with several processes, of the one that logs. Importing
-    :mod:`deqseq.integrations.huggingface` adds it to every Trainer; to the log of other models and
-    of explicit ones it adds nothing. ``trainer.remove_callback(SolveLog)`` removes it.
+    :mod:`deqseq.integrations.huggingface` adds it to every Trainer. For explicit models, and those
+    of other libraries, nothing is logged. ``trainer.remove_callback(SolveLog)`` removes it.
 
     Example:
         >>> from deqseq.integrations.huggingface import SolveLog

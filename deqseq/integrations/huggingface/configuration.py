@@ -70,21 +70,20 @@ class DeqseqConfig(PreTrainedConfig):
         solve: how the fixed point is found and differentiated, a :class:`deqseq.SolveConfig`, as
             ``{"solver": {"name": "Relaxed", "damping": 0.5}, "stop": {"rtol": 1e-3}, "sweep":
             "Simultaneous"}``; None: an explicit model.
-        eval_solve: the same in eval mode; what it leaves out is as in ``solve``. Default:
+        eval_solve: the same in eval mode; fields left out are those of ``solve``. Default:
             ``solve``.
-        prelude, coda: layers that run once before and after the backbone, as ``backbone``. Default:
-            none.
-        injection, norm, steps, loop_start: as in :class:`deqseq.LanguageModelSpec`; so are the next
-            three.
-        embedding_dropout, embedding_scale, logit_softcap: of the embedded tokens and the logits.
+        prelude, coda: layers that run once before and after the backbone, in the same form as
+            ``backbone``. Default: none.
+        injection, norm, steps, loop_start: as in :class:`deqseq.LanguageModelSpec`.
+        embedding_dropout, embedding_scale, logit_softcap: as in :class:`deqseq.LanguageModelSpec`.
         initializer_range: standard deviation of the initial embedding, and of a head with weights
             of its own.
         tie_word_embeddings: whether the head is the embedding.
         decoder_config: the configuration of the transformers decoder whose layers are used, of a
             family that :class:`DecoderBackbone` runs. Default: none.
         hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim: what
-            tools read. They follow from the backbones, and another value is an error; None where
-            there is none, as heads in a Mamba2.
+            tools read. They follow from the backbones, and another value is an error; None if the
+            backbones have none, such as heads in a Mamba2.
         max_position_embeddings: the length that the model was trained for; tools ask for it, the
             model does not. Default: not known.
         use_cache: whether a call in eval mode returns a cache.
@@ -191,7 +190,7 @@ class DeqseqConfig(PreTrainedConfig):
         return LanguageModelSpec(**{field: self.section(name) for field, name in FIELDS.items()})
 
     def section(self, name: str) -> Any:
-        """The value of the field ``name``, of a section as an object."""
+        """The value of the field ``name``; a section is given as an object."""
         check_known("section", name, [field.name for field in fields(self)])
         value = getattr(self, name)
         if name not in SECTIONS or value is None:

@@ -31,13 +31,13 @@ EVAL = SolveConfig(Naive(), Stop(rtol=1e-3, max_steps=32))
 def from_causal_lm(lm: CausalLM, **fields: Any) -> DeqseqForCausalLM:
     """A model of transformers that computes the same; weights are shared, not copied.
 
-    ``config.solve`` of the result is also how ``lm`` is solved from now on. The
-    generation configuration of a decoder whose layers it has is copied, without
+    From now on ``lm``, too, is solved as ``config.solve`` of the result says. If it has layers of a
+    transformers decoder, that decoder's generation configuration is copied, without
     ``cache_implementation``.
 
     Args:
-        lm: of Mamba2 and Llama backbones, or of the layers of a transformers decoder, as from
-            :func:`retrofit`.
+        lm: a model of Mamba2 and Llama backbones, or of the layers of a transformers decoder, as
+            from :func:`retrofit`.
         **fields: fields of the configuration that ``lm`` does not decide, such as ``eos_token_id``.
 
     Raises:
@@ -160,12 +160,12 @@ def retrofit(
     .. math:: e = \mathrm{prelude}(x), \qquad z^* = \mathrm{core}(\mathrm{enter}(z^*, e)), \qquad
               y = \mathrm{head}(\mathrm{coda}(z^*))
 
-    Before any training, and with ``dropped=0``, one iteration from zero is the pretrained model.
-    With ``"concat"``, whose gate is 0, any number of iterations is; with ``"add"`` and ``"decay"``
-    the core sees its own output from the second iteration on, for which it was not trained. With
-    ``ConcatInjection(width, gate=0.5)`` and ``start="input"``, one iteration is the pretrained
-    model; trained so, the model of the tutorial gains from more iterations. Fine-tune the result,
-    with a number of iterations that is drawn for every update: :func:`deqseq.training.unrolled`.
+    Before any training, and with ``dropped=0``, one iteration from zero gives the outputs of the
+    pretrained model. With ``"concat"``, whose gate is 0, any number of iterations does; with
+    ``"add"`` and ``"decay"`` the core sees its own output from the second iteration on, for which
+    it was not trained. With ``ConcatInjection(width, gate=0.5)`` and ``start="input"`` one
+    iteration does; trained so, the model of the tutorial gains from more iterations. Fine-tune the
+    result with a drawn number of iterations: :func:`deqseq.training.unrolled`.
 
     Args:
         model: a language model of a family that :class:`DecoderBackbone` runs; or a folder or a

@@ -97,7 +97,7 @@ class DeqseqPreTrainedModel(PreTrainedModel):
         """As in transformers, but ValueError for weights that do not fit or are not finite.
 
         With ``output_loading_info=True``, which also returns the report, a missing embedding or
-        head is drawn, and unexpected weights are dropped. Layers split over devices are refused.
+        head is initialised, unexpected weights are dropped. Layers split over devices are refused.
         """
         if split := {"tp_plan", "tp_size", "distributed_config"} & kwargs.keys():
             names, other = ", ".join(sorted(split)), "use FSDP for training, vLLM for serving"
@@ -119,7 +119,7 @@ class DeqseqPreTrainedModel(PreTrainedModel):
     def save_pretrained(
         self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any
     ) -> None:
-        """As in transformers; whether weights are normalised is saved as the core is now.
+        """As in transformers; the configuration says whether weights are normalised now.
 
         TypeError: ``generation_config.solve`` has an object that JSON cannot name. ValueError: only
         some layers of a backbone have weight normalisation.
@@ -153,7 +153,7 @@ class DeqseqPreTrainedModel(PreTrainedModel):
     def set_attn_implementation(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, attn_implementation: str, allow_all_kernels: bool = False
     ) -> None:
-        """As in transformers; of a decoder, the family must support the function."""
+        """As in transformers; the family of a decoder must support the function."""
         check_type("attn_implementation", attn_implementation, str)
         family: Any = self if self.config.decoder_config is None else self._decoder()
         chosen = family._check_and_adjust_attn_implementation(
@@ -234,7 +234,7 @@ def _check_weights(
 @no_type_check  # accelerate rebuilds an output from a mapping in place of the first field
 @dataclass
 class ImplicitModelOutput(BaseModelOutputWithPast, Outcome):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """An outcome of a solve with transformers' fields; ``last_hidden_state`` has the states.
+    """Transformers' fields, with the states in ``last_hidden_state``, and those of a solve.
 
     Attributes:
         stats: numbers of the solve, per token; None for an explicit model.
@@ -301,15 +301,15 @@ class DeqseqModel(DeqseqPreTrainedModel):
             input_ids: ``(batch, length)``.
             attention_mask: 0 at padding, anywhere in a row, ``(batch, committed + length)``,
                 where committed counts the tokens of the cache. Default: no padding.
-            position_ids: the model's own, ``(batch, length)``: real tokens counted from 0. Where
-                they begin again a sequence begins, which is solved on its own, without a cache and
-                ``explain()``.
+            position_ids: real tokens counted from 0, ``(batch, length)``, which is the default.
+                Where they restart at 0, a packed sequence begins; it is solved on its own, without
+                a cache and ``explain()``.
             cache: an :class:`ImplicitCache`, which is advanced by these tokens. Default: no tokens
                 before.
             inputs_embeds: what ``embed_tokens`` gives, ``(batch, length, hidden_size)``, instead of
                 ``input_ids``.
-            use_cache: whether to advance ``cache``, or a new cache. Default: as in the
-                configuration, but in training only if a cache is given.
+            use_cache: whether to advance ``cache``, or a new cache. Default: True with a ``cache``;
+                without one as in the configuration, but False in training.
             output_hidden_states: whether ``hidden_states`` are returned: the embedded tokens and
                 ``last_hidden_state``.
             solve: how this call is solved: a :class:`deqseq.SolveConfig`, or a mapping of the
@@ -368,7 +368,7 @@ class DeqseqModel(DeqseqPreTrainedModel):
         return solved
 
     def solve_config(self, change: SolveChange, base: SolveConfig | None = None) -> SolveConfig:
-        """``base``, by default that of the mode, with ``change``; ValueError if it is explicit."""
+        """``base``, by default that of this mode, with ``change``; ValueError if explicit."""
         if self.solved is None:
             raise ValueError(
                 f"leave out solve: this {type(self).__name__} is explicit (solve=None)"
@@ -426,7 +426,7 @@ class DeqseqModel(DeqseqPreTrainedModel):
 class DeqseqForSequenceClassification(GenericForSequenceClassification, DeqseqPreTrainedModel):  # pyright: ignore[reportIncompatibleMethodOverride]
     """A model of this library that classifies sequences by the state of their last token.
 
-    Batches need ``pad_token_id``.
+    A batch of several rows needs ``pad_token_id``.
 
     Args:
         config: a :class:`DeqseqConfig`, with ``num_labels``.

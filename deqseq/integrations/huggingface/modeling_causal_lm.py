@@ -49,7 +49,7 @@ TheirGeneration: Any = GenerationMixin  # its type for ``self`` leaves out our m
 @no_type_check
 @dataclass
 class ImplicitCausalLMOutput(CausalLMOutputWithPast, Outcome):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """An outcome of a solve with transformers' ``loss``, ``logits`` and other fields.
+    """Transformers' ``loss``, ``logits`` and other fields, and those of a solve.
 
     Attributes:
         stats: numbers of the solve, per token; None for an explicit model.
@@ -113,17 +113,17 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, TheirGeneration):
             position_ids: ``(batch, length)``.
             cache: an :class:`ImplicitCache`, which is advanced by these tokens.
             inputs_embeds: ``(batch, length, hidden_size)``.
-            labels: ``(batch, length)``; the one at ``t`` is the answer at ``t - 1``. Those that are
-                -100 are left out of the loss; padding is not, as in transformers, so its labels
-                must be -100.
+            labels: ``(batch, length)``; the logits at ``t - 1`` are scored against the label at
+                ``t``. Labels of -100 are left out of the loss. As in transformers, padding is not:
+                set its labels to -100.
             use_cache: whether to advance a cache.
             logits_to_keep: how many of the last positions get logits, or which, ``(kept,)``; 0:
                 all.
             num_items_in_batch: what the summed loss is divided by, ``()``. Default: the number of
                 scored labels.
             solve: how this call is solved.
-            **kwargs: as in :class:`DeqseqModel`; and ``shift_labels``, ``(batch, length)``, of
-                which the one at ``t`` is the answer at ``t``.
+            **kwargs: as in :class:`DeqseqModel`; and ``shift_labels``, ``(batch, length)``: the
+                logits at ``t`` are scored against the one at ``t``.
 
         Returns:
             Loss, logits, cache, and the numbers of the solve.
@@ -197,8 +197,8 @@ class DeqseqForCausalLM(DeqseqPreTrainedModel, TheirGeneration):
                 ``solve``: how prompts and new tokens are solved, as in a call; fields of the
                 keyword come first, then those of the generation configuration, then the model's
                 own. ``sweep`` is that of the prompts. Default: the model's, but ``Sliding(16)``
-                instead of ``Simultaneous()``. How each solve went is in ``cache.solves`` of
-                ``return_dict_in_generate=True``.
+                instead of ``Simultaneous()``. With ``return_dict_in_generate=True``, the output's
+                ``cache.solves`` has the outcome of each solve.
 
                 ``window``: how many tokens of a row are decoded at once, as by
                 :meth:`deqseq.CausalLM.generate`. Default: one token after another. Processors,
