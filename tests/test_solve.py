@@ -1,8 +1,11 @@
 """The loop over whole rows: freezing and removing rows, divergence, checks."""
 
+import platform
+
 import pytest
 import torch
 from problems import row_affine
+from processes import output_of
 
 import deqseq as dq
 from deqseq import Naive, Progress, Relaxed, Status, Stop, solve, take
@@ -155,3 +158,19 @@ def test_the_host_is_waited_for_once_a_check_where_windows_move(sweep):
 def test_a_state_of_several_tensors_is_told_how_to_become_one():
     with pytest.raises(TypeError, match=r"z0 must be a Tensor, got .*: join them as one tensor"):
         dq.fixed_point(lambda z: z, (torch.zeros(2, 3), torch.zeros(2, 4)))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the limit is glibc's")
+def test_freed_memory_of_some_mebibytes_is_used_again():
+    """Each round has 40 MiB: 10,240 pages, which the system would have to give again."""
+    rounds = """
+import resource, torch, deqseq
+
+for round in range(24):
+    if round == 4:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(1 << 20) for _ in range(10)]
+    del tensors
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    assert int(output_of("-c", rounds)) < 10_000
