@@ -1,6 +1,6 @@
 """Your own block as a recurrent model: ``python examples/own_block.py``, half a minute.
 
-A gated cell learns from 16 bits, all at once, whether the ones so far are odd; it is asked for 256.
+A gated cell learns from 16 bits whether the ones so far are odd; it is asked for 256.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Last(dq.Cache):
 
 
 class GatedCell(dq.Backbone[Last]):
-    """A gate mixes the state before with a new one; unlike a GRU's, both read the state itself."""
+    """A gate mixes the state before with a new one; unlike a GRU's, both read the state."""
 
     def __init__(self, d_model: int) -> None:
         super().__init__()
@@ -33,11 +33,11 @@ class GatedCell(dq.Backbone[Last]):
         """One iteration of all states ``z``, ``(batch, length, width)``."""
         first = torch.zeros_like(z[:, 0]) if cache is None else cache.state
         states = torch.cat([first[:, None], z], dim=1)
-        gate, new = (self.mix(torch.cat([states[:, :-1], z], dim=2)) + inputs).chunk(2, dim=2)
+        gate, new = (self.mix(torch.cat([states[:, :-1], z], 2)) + inputs).chunk(2, dim=2)
         return states[:, :-1].lerp(new.tanh(), gate.sigmoid()), states if need_aux else None
 
     def advance(self, cache, aux, tokens, counts=None):
-        """The cache after ``tokens`` tokens, or ``counts[i]`` of row i: for sweeps, generation."""
+        """The cache after ``tokens`` tokens, or ``counts[i]`` of row i, to generate."""
         rows = torch.arange(len(aux), device=aux.device)
         return Last(aux[rows, tokens if counts is None else counts].detach())
 
@@ -57,4 +57,4 @@ if __name__ == "__main__":
     for sweep in (dq.Simultaneous(), dq.Sequential()):
         output = lm.eval()(bits, sweep=sweep, stop=stop)
         right = (output.logits.argmax(-1) == bits.cumsum(1) % 2).float().mean()
-        print(f"256 bits, {sweep}: {right:.0%} right, {output}")
+        print(f"{sweep}: {right:.0%} right, {output}")

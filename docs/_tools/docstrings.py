@@ -9,8 +9,9 @@ from griffe import Docstring, Expr, ExprBinOp, ExprName, ExprSubscript, Extensio
 
 from deqseq import arguments
 
-EQUATION = re.compile(
-    r"^( *)\.\. math::[ ]*(.*(?:\n(?:\1 +.*|[ ]*(?=\n\1 )))*)", flags=re.MULTILINE
+EQUATION = re.compile(  # beside the directive up to an empty line, or indented below it
+    r"^( *)\.\. math::(?:[ ]+(\S.*(?:\n *\S.*)*)|[ ]*((?:\n(?:\1 +.*|[ ]*(?=\n\1 )))*))",
+    flags=re.MULTILINE,
 )
 ROLE = re.compile(r":(math|class|func|meth|mod|attr|data|exc):`([^`]+)`")
 EXAMPLE = re.compile(r"^( *)Example:$", flags=re.MULTILINE)
@@ -78,7 +79,8 @@ def as_range(check: Any) -> str:
 
 def display(found: re.Match[str]) -> str:
     """A displayed equation."""
-    return textwrap.indent(f"$$\n{textwrap.dedent(found[2]).strip()}\n$$", found[1])
+    lines = (found[2] or found[3]).strip().splitlines()
+    return textwrap.indent("\n".join(["$$", *map(str.strip, lines), "$$"]), found[1])
 
 
 def role(found: re.Match[str], docstring: Docstring) -> str:

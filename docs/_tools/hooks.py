@@ -21,6 +21,8 @@ PLOT = re.compile(
     ),
     flags=re.DOTALL,
 )
+CODE = re.compile(r"<code\b[^>]*>.*?</code>", flags=re.DOTALL)
+OPTION = re.compile(r"(?<![\w\"'-])--[a-z][\w-]*(?![^<]*>)")
 FOLDED = r'\2\n<details class="plotting"><summary>Code of this figure</summary>\1</details>'
 
 
@@ -38,11 +40,20 @@ def on_page_content(content: str, **more: Any) -> str:
     """Write equations as MathML, which needs no scripts or fonts; fold code."""
     source = '<details class="mkdocstrings-source"'  # not for the search
     content = EQUATION.sub(set_equation, content).replace(source, f"{source} data-search-exclude")
-    return PLOT.sub(FOLDED, content)
+    content = re.sub(r'href="#exec-\d+--', 'href="#', content)  # the headings have no such prefix
+    return PLOT.sub(FOLDED, CODE.sub(keep_options, content))
+
+
+def keep_options(found: re.Match[str]) -> str:
+    """Code whose options, such as ``--seed``, are not broken at their hyphens."""
+    return OPTION.sub(r'<span class="option">\g<0></span>', found[0])
 
 
 def set_equation(found: re.Match[str]) -> str:
-    """One equation, in the line or on a line of its own."""
+    """One equation, in the line or on lines of its own, which can break between its parts."""
     tag, opening, latex = found.groups()
-    display = "block" if opening == "[" else "inline"
-    return f'<{tag} class="equation">{convert(html.unescape(latex), display=display)}</{tag}>'
+    latex, display = html.unescape(latex), "block" if opening == "[" else "inline"
+    if "&" in latex and r"\begin" not in latex:
+        latex = rf"\begin{{split}}{latex}\end{{split}}"
+    parts = [latex] if opening == "(" or r"\begin" in latex else latex.split(r"\qquad")
+    return f'<{tag} class="equation">{"".join(convert(x, display=display) for x in parts)}</{tag}>'

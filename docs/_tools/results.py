@@ -25,6 +25,7 @@ plt.rcParams.update(
     {"figure.constrained_layout.use": True, "svg.fonttype": "none", "font.family": "sans-serif"}
 )
 plt.rcParams.update({"savefig.transparent": True} | dict.fromkeys(INKED, INK))
+plt.rcParams["axes.prop_cycle"] = plt.cycler(color=COLOURS)
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 Row = dict[str, Any]
 Rows = Sequence[Row]

@@ -151,10 +151,25 @@ def test_the_docstring_says_all_it_must(name):
     ] == []
 
 
-def test_ranges_of_arguments_are_shown_in_words():
-    """Ranges stand in the list of arguments, plain types in the signature."""
+@pytest.fixture
+def package():
+    """The package with docstrings as the site shows them."""
     extensions = griffe.load_extensions(ROOT / "docs" / "_tools" / "docstrings.py")
-    package = griffe.load("deqseq", search_paths=[ROOT], extensions=extensions)
+    return griffe.load("deqseq", search_paths=[ROOT], extensions=extensions)
+
+
+def test_no_latex_stands_outside_of_equations(package):
+    equations = 0
+    for name in LISTED:
+        text = getattr(package[target(name).path.removeprefix("deqseq.")].docstring, "value", "")
+        prose, found = re.subn(r"^ *\$\$$.*?^ *\$\$$", "", text, flags=re.MULTILINE | re.DOTALL)
+        prose, equations = re.sub(r"\$[^$]+\$", "", prose), equations + found
+        assert not re.search(r"\.\. math|\\(frac|le|min|quad|left|mathrm)\b", prose), name
+    assert equations > 20
+
+
+def test_ranges_of_arguments_are_shown_in_words(package):
+    """Ranges stand in the list of arguments, plain types in the signature."""
 
     def of(path, argument):
         sections = package[path].docstring.parse("google")
