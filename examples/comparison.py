@@ -11,6 +11,7 @@ import torch
 from matplotlib.figure import Figure
 from recipe import RNNS, Accuracy, LengthSchedule, make_curriculum, make_model, size
 from run_folder import markdown, write_rows
+from torch import Tensor
 from training_loop import train
 
 import deqseq as dq
@@ -20,6 +21,7 @@ Rows = list[dict[str, Any]]
 Curves = dict[int, list[tuple[int, float]]]
 
 NAMES = {"1": "explicit 1 block", "lstm": "LSTM", "gru": "GRU"}
+COUNTS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # from so many on, to the next
 BUDGETS = (1, 2, 4, 8, 16, 32, 64, 128)  # iterations of the figure's right panel
 
 
@@ -36,6 +38,16 @@ def solve_numbers(output: dq.CausalLMOutput) -> dict[str, Any]:
     }
     means = {name: value.float().mean().item() for name, value in values.items()}
     return tokens | means | {"evaluations": stats.evaluations}
+
+
+def right_by(counts: Tensor, right: Tensor) -> dict[str, list[int]]:
+    """Right and all answers, by a count that each has: hops, or tokens before it; below 0: none."""
+    shares = {}
+    for least, beyond in zip(COUNTS, (*COUNTS[1:], 10**9), strict=True):
+        chosen = (counts >= least) & (counts < beyond)
+        if asked := int(chosen.sum()):
+            shares[str(least)] = [int(right[chosen].sum()), asked]
+    return shares
 
 
 def compare(

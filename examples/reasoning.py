@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from comparison import Rows, compare, draw, report, solve_numbers
+from comparison import Rows, compare, draw, report, right_by, solve_numbers
 from recipe import WINDOW, Recipe, with_start
 from run_folder import claimed_folder, markdown
 from run_folder import read_options as parse
@@ -34,7 +34,6 @@ import deqseq as dq
 from deqseq.tasks import Balls, Programs, Story, WordBatch
 
 TASKS: dict[str, Story] = {"balls": Balls(), "programs": Programs()}
-HOPS = (0, 1, 2, 4, 8, 16, 32, 64)  # from so many on, to the next
 STORIES = 256  # of each test length
 QUICK: dict[str, Any] = {"steps": 40, "d_model": 32, "lengths": (1,), "free_lengths": (2,)}
 QUICK |= {"eval_lengths": (2, 4), "baselines": ("1", "lstm"), "baseline_lrs": ()}
@@ -84,21 +83,11 @@ def evaluate(lm: dq.CausalLM, options: Options) -> Iterator[dict[str, Any]]:
             "sweep": "sliding" if how else "single pass",
             "accuracy": right[:, -1].float().mean().item(),
             "answers": right[hops >= 0].float().mean().item(),
-            "by_hops": by_hops(right, hops),
+            "by_hops": right_by(hops, right),
             **solve_numbers(output),
             "sequences": STORIES,
             "seconds": round(seconds, 3),
         }
-
-
-def by_hops(right: Tensor, hops: Tensor) -> dict[str, list[int]]:
-    """Right and all answers, by the number of their hops."""
-    shares = {}
-    for least, beyond in zip(HOPS, (*HOPS[1:], 10**9), strict=True):
-        chosen = (hops >= least) & (hops < beyond)
-        if count := int(chosen.sum()):
-            shares[str(least)] = [int(right[chosen].sum()), count]
-    return shares
 
 
 def hops_table(rows: Rows) -> str:

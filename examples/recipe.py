@@ -65,7 +65,11 @@ class Recipe(RunOptions):
     learned: float = 0.95  # accuracy at which the next length follows
     steps: int = 8000  # training steps at most
     lr: float = 3e-3  # peak learning rate
+    lr_factor: float = 1.0  # of the learning rate in the last lesson: it falls with each of the
+    # fixed point
     start: float = 0.5  # standard deviation of the states at which solves begin, at the fixed point
+    rtol: float = 0.03  # relative tolerance of the solves at the fixed point
+    phantom_steps: int = 4  # steps of the gradient there
     implicit: bool = True  # whether the implicit model is trained, or its baselines alone
     baselines: tuple[str, ...] = ("4",)  # blocks of explicit models; lstm, gru: equal parameters
     baseline_lrs: tuple[float, ...] = ()  # theirs, of which the best is shown; default: --lr
@@ -74,6 +78,7 @@ class Recipe(RunOptions):
     LEAST: ClassVar = {**RunOptions.LEAST, "generators": 0, "batch_tokens": 0, "mlp_width": 0}
     INTERVALS: ClassVar = dict.fromkeys(SHARES, "[0, 1]") | {
         "skip_scale": "(0, 1]",
+        "lr_factor": "(0, 1]",
         "embedding_std": "[0, inf)",
     }
     FREE: ClassVar = (
@@ -102,8 +107,8 @@ class LengthSchedule(TrainingBatches):
 
     A share of the batches has the lesson's length, the others one drawn up to it. When all lengths
     are learned, or the steps are nearly over, the learning rate falls: over 2/5 of the steps done
-    so far, at least 600, at most 2/7 of all. One of the ``tasks`` is drawn from at every step; the
-    ``plan`` of a run that has ended is repeated, if given.
+    so far, at least 600, at most 2/7 of all. At every step one of the ``tasks`` is drawn from, in
+    unrolled lessons the first one; the ``plan`` of a run that has ended is repeated, if given.
     """
 
     saved = (*TrainingBatches.saved, "ends", "decay", "recent", "full")
@@ -156,6 +161,8 @@ class LengthSchedule(TrainingBatches):
         if self.decay is not None:
             fallen = (self.step - self.decay) / max(1, self.last - self.decay)
             factor = min(factor, max(0.02, 0.5 + 0.5 * math.cos(math.pi * min(1.0, fallen))))
+        over = max(0, len(self.ends) - len(self.options.lengths))
+        factor *= self.options.lr_factor ** (over / len(self.options.free_lengths))
         return self.options.lr * factor
 
     @property
@@ -168,7 +175,8 @@ class LengthSchedule(TrainingBatches):
         drawn = random.Random(f"data {self.options.seed} {self.step}")
         full = drawn.random() < self.options.full_share
         length = self.length if full else drawn.randint(1, self.length)
-        task, seed = drawn.choice(self.tasks), drawn.getrandbits(61) % 2**31
+        tasks = self.tasks[:1] if len(self.ends) < len(self.options.lengths) else self.tasks
+        task, seed = drawn.choice(tasks), drawn.getrandbits(61) % 2**31
         self.step, self.full = self.step + 1, length == self.length
         rows, most = self.options.batch, self.options.batch_tokens
         rows = min(rows, max(1, most // self.length)) if most else rows
@@ -219,7 +227,12 @@ def make_curriculum(options: Recipe) -> Curriculum:
     )
     until = len(options.lengths) / (len(options.lengths) + len(options.free_lengths) + 1)
     first = unrolled(8, until=until, base=dq.SolveConfig(dq.Relaxed(0.8)), eval_base=adaptive)
-    return Curriculum((first, free(16, 4, rtol=0.03, base=windowed, eval_base=adaptive)))
+    return Curriculum(
+        (
+            first,
+            free(16, options.phantom_steps, rtol=options.rtol, base=windowed, eval_base=adaptive),
+        )
+    )
 
 
 class Recurrent(dq.Backbone[Any]):

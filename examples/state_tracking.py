@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparison import BUDGETS, NAMES, Curves, compare, draw, report, solve_numbers
+from comparison import BUDGETS, NAMES, Curves, compare, draw, report, right_by, solve_numbers
 from recipe import WINDOW, Recipe, with_start
 from run_folder import claimed_folder, naming
 from run_folder import read_options as parse
+from torch import Tensor
 from training_loop import one_process
 
 import deqseq as dq
@@ -43,8 +44,8 @@ class Options(Recipe):
 
     group: str = "Z2"  # a group or product: Z2, S3, A5, D5, Q8, Z2xZ3, A5xM
     generators: int = 0  # inputs: a generating subset of this size; 0: every element
-    # probability that a token's group element is the identity, in training; of several, one is
-    # drawn for each batch
+    # probability that a token's group element is the identity, in training; of several the first
+    # one in unrolled lessons, one drawn for each batch in the others
     identity_probability: tuple[float, ...] = (0.0,)
     eval_identity_probability: float | None = (
         None  # the same at evaluation; default: the last one of training
@@ -82,10 +83,15 @@ def last_token_accuracy(output: dq.CausalLMOutput, batch: WordBatch) -> float:
     return (output.logits[:, -1].argmax(-1) == batch.targets[:, -1]).float().mean().item()
 
 
-def whole_sequence_accuracy(output: dq.CausalLMOutput, batch: WordBatch) -> float:
-    """Share of the sequences in which the product of every prefix is right."""
-    right = (output.logits.argmax(-1) == batch.targets) | (batch.targets == -100)
-    return right.all(-1).float().mean().item()
+def prefix_numbers(right: Tensor, hard: Tensor) -> dict[str, Any]:
+    """Shares of the last ten products and of the whole sequences that are ``right``; right and all
+    products by the number of ``hard`` tokens so far. Both are masks over batch and length.
+    """
+    return {
+        "last_ten": right[:, -10:].float().mean().item(),
+        "whole": right.all(-1).float().mean().item(),
+        "by_hard": right_by(hard.cumsum(1), right),
+    }
 
 
 def evaluate(lm: dq.CausalLM, options: Options) -> Iterator[dict[str, Any]]:
@@ -102,9 +108,8 @@ def evaluate(lm: dq.CausalLM, options: Options) -> Iterator[dict[str, Any]]:
         # iterations of all tokens together grow with the length: give the longer ones fewer
         # sequences
         count = min(256, max(16, 8192 // length)) if name == "simultaneous" else 256
-        batch = with_start(
-            task.fixed(count, length, seed=1000 + length, device=options.device), task, options
-        )
+        words = task.fixed(count, length, seed=1000 + length, device=options.device)
+        batch = with_start(words, task, options)
         how: dict[str, Any] = {}
         if sweep is not None:
             stop = dq.Stop(
@@ -119,7 +124,8 @@ def evaluate(lm: dq.CausalLM, options: Options) -> Iterator[dict[str, Any]]:
             "sweep": name,
             "accuracy": last_token_accuracy(output, batch),
         }
-        row |= {"whole": whole_sequence_accuracy(output, batch)}
+        guesses = output.logits[:, -length:].argmax(-1)  # without a start token
+        row |= prefix_numbers(guesses == words.targets, task.hard(words.inputs))
         row |= solve_numbers(output) | {
             "sequences": count,
             "seconds": round(time.perf_counter() - begun, 3),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from deqseq.arguments import (
@@ -250,14 +250,30 @@ class WordProblem(Task):
         ids = table.new_tensor(self.input_ids)
         drawn = ids[torch.randint(len(ids), (batch, length), **options)]
         chance = torch.rand(batch, length, dtype=torch.float64, **options)
-        easy_ids = table.new_zeros(1)  # ids of elements with the identity in their group factors
+        inputs = torch.where(chance < self.identity_probability, self._easy()[drawn], drawn)
+        return WordBatch(inputs, prefix_products(self.monoid, inputs))
+
+    @checked
+    def hard(self, inputs: Int64[Tensor, "batch length"]) -> Bool[Tensor, "batch length"]:
+        """Which tokens are not easy: those with another part than the identity in some group.
+
+        The ids ``inputs`` are `(batch, length)`, int64, on any device.
+
+        Raises:
+            ValueError: an id that is not an element's.
+        """
+        check_ids("inputs", inputs, self.vocab_size)
+        return self._easy().to(inputs.device)[inputs] != inputs
+
+    def _easy(self) -> Int64[Tensor, " order"]:
+        """Ids of the elements with the identity in their group factors."""
+        ids = torch.zeros(1, dtype=torch.int64, device="cpu")
         for factor in self.monoid.factors or (self.monoid,):
-            part = torch.arange(factor.order, device=table.device)
+            part = torch.arange(factor.order, device="cpu")
             if factor.is_group:
                 part = part.fill_(factor.identity)
-            easy_ids = (easy_ids[:, None] * factor.order + part).flatten()
-        inputs = torch.where(chance < self.identity_probability, easy_ids[drawn], drawn)
-        return WordBatch(inputs, prefix_products(self.monoid, inputs))
+            ids = (ids[:, None] * factor.order + part).flatten()
+        return ids
 
 
 @checked

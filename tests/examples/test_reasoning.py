@@ -2,6 +2,7 @@
 
 import json
 
+import comparison
 import pytest
 import reasoning
 import recipe
@@ -55,7 +56,7 @@ def test_baselines_alone(tmp_path):
 def test_answers_are_counted_by_hops():
     right = torch.tensor([[True, False, True, True]])
     hops = torch.tensor([[0, 2, 3, -1]])
-    assert reasoning.by_hops(right, hops) == {"0": [1, 1], "2": [1, 2]}
+    assert comparison.right_by(hops, right) == {"0": [1, 1], "2": [1, 2]}
     rows = [{"model": "a", "by_hops": {"0": [1, 1], "2": [1, 2]}}]
     rows.append({"model": "a", "by_hops": {"2": [3, 6], "16": [0, 4]}})
     assert reasoning.hops_table(rows).splitlines()[-1] == "| a | 1.000 | 0.500 | 0.000 |"

@@ -60,6 +60,33 @@ def test_phases_follow_the_lessons_and_the_learning_rate_falls_after_the_last_on
     assert rates[-1] == pytest.approx(0.02, abs=0.01)
 
 
+def test_the_learning_rate_may_fall_with_each_lesson_of_the_fixed_point():
+    batches = schedule(replace(OPTIONS, lr_factor=1 / 4))
+    batches.step = 100
+    rates = []
+    for lessons in range(5):
+        batches.ends = [100] * lessons
+        rates.append(batches.lr)
+    assert rates == pytest.approx([1, 1, 1, 1 / 2, 1 / 4])
+
+
+def test_tolerance_and_gradient_of_the_fixed_point_are_options():
+    _, free = make_curriculum(replace(OPTIONS, rtol=0.01, phantom_steps=6)).phases
+    assert (free.solve.stop.rtol, free.solve.gradient.steps) == (0.01, 6)
+
+
+def test_unrolled_lessons_have_the_first_task_and_later_ones_all():
+    tasks = [WordProblem(parse_group(name)) for name in ("Z2", "Z3")]
+    batches = LengthSchedule(tasks, OPTIONS, lambda output, batch: output.accuracy)
+    ids = {"unrolled": 0, "free": 0}
+    for _ in range(200):
+        phase = make_curriculum(OPTIONS).at(batches.progress).name
+        batch = next(batches)
+        batches.record(SimpleNamespace(accuracy=1.0), batch)
+        ids[phase] = max(ids[phase], int(batch.inputs.max()))
+    assert ids == {"unrolled": 1, "free": 2}
+
+
 @pytest.mark.parametrize(("decay", "last"), [(100, 700), (2000, 2800), (9999, 10_000)])
 def test_the_learning_rate_falls_for_longer_where_learning_took_long(decay, last):
     batches = schedule(replace(OPTIONS, steps=10_000))

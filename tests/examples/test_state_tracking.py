@@ -2,7 +2,6 @@
 
 import json
 import re
-from types import SimpleNamespace
 
 import comparison
 import pytest
@@ -10,9 +9,6 @@ import state_tracking
 import torch
 import training_loop
 from safetensors.torch import load_file
-from torch.nn import functional as F
-
-from deqseq.tasks import WordBatch
 
 TINY = (
     "--d-model 16 --batch 8 --lengths 2 3 --free-lengths 3 5 --eval-lengths 4 8 "
@@ -23,8 +19,9 @@ WHOLE = f"{MAMBA2} --steps 40 --group S3 --generators 2"
 SWEEPS = ("simultaneous", "sequential", "sliding")
 COUNTS = {"self_iterations", "converged", "token_updates"}
 NUMBERS = (
-    "model backbone group length sweep accuracy seed sequences seconds whole steps trained_to "
-    "cpu_minutes identity_probability parameters lr evaluations evaluations_a_step tokens"
+    "model backbone group length sweep accuracy last_ten whole by_hard seed sequences seconds "
+    "steps trained_to cpu_minutes identity_probability parameters lr evaluations "
+    "evaluations_a_step tokens"
 )
 pytestmark = pytest.mark.filterwarnings("ignore::deqseq.solution.ConvergenceWarning")
 
@@ -90,14 +87,17 @@ def test_a_finished_run_is_evaluated_in_another_way_without_being_trained(whole,
     assert "| implicit | sliding |" in capsys.readouterr().out
 
 
-def test_a_sequence_is_right_if_every_prefix_is():
-    # a start token is not scored
-    targets = torch.tensor([[-100, 1, 0], [-100, 1, 1], [-100, 0, 1]])
-    answers = torch.tensor([[0, 1, 0], [1, 1, 1], [0, 1, 1]])
-    output = SimpleNamespace(logits=F.one_hot(answers).float())
-    batch = WordBatch(targets.clamp(min=0), targets)
-    assert state_tracking.whole_sequence_accuracy(output, batch) == pytest.approx(2 / 3)
-    assert state_tracking.last_token_accuracy(output, batch) == 1
+def test_the_last_ten_products_whole_sequences_and_hard_tokens_are_counted():
+    right = torch.ones(2, 12, dtype=torch.bool)
+    right[0, 1] = right[1, 9:] = False
+    hard = torch.zeros(2, 12, dtype=torch.bool)
+    hard[1, 2] = hard[1, 9] = True
+    numbers = state_tracking.prefix_numbers(right, hard)
+    assert numbers == {
+        "last_ten": pytest.approx(1 - 3 / 20),
+        "whole": 0.0,
+        "by_hard": {"0": [13, 14], "1": [7, 7], "2": [0, 3]},
+    }
 
 
 def test_a_llama_has_a_start_token(tmp_path):

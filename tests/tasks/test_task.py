@@ -129,6 +129,7 @@ def test_only_the_group_part_of_the_reference_task_becomes_easy(p):
     assert task.vocab_size == 240
     assert task.monoid.elements[inputs[0, 0]] == (A5.elements[group[0, 0]], "EABX"[letter[0, 0]])
     easy = group == A5.identity
+    assert torch.equal(task.hard(inputs), ~easy)
     assert easy.double().mean().item() == pytest.approx(p + (1 - p) / 60, abs=0.01)
     shares = letter.flatten().bincount(minlength=4) / letter.numel()
     assert shares.tolist() == pytest.approx([0.25] * 4, abs=0.01)
@@ -141,6 +142,9 @@ def test_all_group_factors_become_easy_together():
     inputs, _ = task.fixed(200, 100, seed=0)
     first = inputs // 44 == 0
     last = inputs % 11 == 0
+    assert torch.equal(task.hard(inputs), ~(first & last))
+    with pytest.raises(ValueError, match="inputs must "):
+        task.hard(inputs + 1)
     assert (first & last).double().mean().item() == pytest.approx(0.5 + 0.5 / 121, abs=0.02)
     assert (first != last).double().mean().item() == pytest.approx(0.5 * 20 / 121, abs=0.02)
 
