@@ -85,12 +85,15 @@ def last_token_accuracy(output: dq.CausalLMOutput, batch: WordBatch) -> float:
 
 def prefix_numbers(right: Tensor, hard: Tensor) -> dict[str, Any]:
     """Shares of the last ten products and of the whole sequences that are ``right``; right and all
-    products by the number of ``hard`` tokens so far. Both are masks over batch and length.
+    products by the number of ``hard`` tokens so far; of the first errors, how many are at a hard
+    token, and how many there are. Both are masks over batch and length.
     """
+    at, wrong = right.int().argmin(1, keepdim=True), ~right.all(1)
     return {
         "last_ten": right[:, -10:].float().mean().item(),
         "whole": right.all(-1).float().mean().item(),
         "by_hard": right_by(hard.cumsum(1), right),
+        "first_errors": [int(hard.gather(1, at)[wrong].sum()), int(wrong.sum())],
     }
 
 

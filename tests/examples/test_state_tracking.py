@@ -19,9 +19,9 @@ WHOLE = f"{MAMBA2} --steps 40 --group S3 --generators 2"
 SWEEPS = ("simultaneous", "sequential", "sliding")
 COUNTS = {"self_iterations", "converged", "token_updates"}
 NUMBERS = (
-    "model backbone group length sweep accuracy last_ten whole by_hard seed sequences seconds "
-    "steps trained_to cpu_minutes identity_probability parameters lr evaluations "
-    "evaluations_a_step tokens"
+    "model backbone group length sweep accuracy last_ten whole by_hard seed sequences "
+    "seconds first_errors steps trained_to cpu_minutes identity_probability parameters lr "
+    "evaluations evaluations_a_step tokens"
 )
 pytestmark = pytest.mark.filterwarnings("ignore::deqseq.solution.ConvergenceWarning")
 
@@ -88,15 +88,16 @@ def test_a_finished_run_is_evaluated_in_another_way_without_being_trained(whole,
 
 
 def test_the_last_ten_products_whole_sequences_and_hard_tokens_are_counted():
-    right = torch.ones(2, 12, dtype=torch.bool)
+    right = torch.ones(3, 12, dtype=torch.bool)
     right[0, 1] = right[1, 9:] = False
-    hard = torch.zeros(2, 12, dtype=torch.bool)
-    hard[1, 2] = hard[1, 9] = True
+    hard = torch.zeros(3, 12, dtype=torch.bool)
+    hard[1, 2] = hard[1, 9] = hard[2, 0] = True
     numbers = state_tracking.prefix_numbers(right, hard)
     assert numbers == {
-        "last_ten": pytest.approx(1 - 3 / 20),
-        "whole": 0.0,
-        "by_hard": {"0": [13, 14], "1": [7, 7], "2": [0, 3]},
+        "last_ten": pytest.approx(1 - 3 / 30),
+        "whole": pytest.approx(1 / 3),
+        "by_hard": {"0": [13, 14], "1": [19, 19], "2": [0, 3]},
+        "first_errors": [1, 2],
     }
 
 
