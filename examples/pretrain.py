@@ -48,9 +48,8 @@ class Options(TextOptions):
     """Language models are trained on text: implicit and explicit ones."""
 
     models: tuple[str, ...] = SMALL  # {implicit, explicit}-{llama, mamba2}, or names of presets
-    tokenizer: str | None = (
-        None  # a folder, or a name on the hub. Default: a BPE is trained on the corpus
-    )
+    # a folder, or a name on the hub. Default: a BPE is trained on the corpus
+    tokenizer: str | None = None
     d_model: int = 160  # width of the small models
     layers: int = 2  # their blocks
     heads: int = 5  # llama: attention heads
@@ -59,9 +58,8 @@ class Options(TextOptions):
     headdim: int = 32  # mamba2: channels of a head
     bounded_steps: int = 4  # iterations of the bounded phase
     bounded_share: float = 0.8  # share of the run that is bounded; 1: all of it
-    budget: int = (
-        0  # iterations of the free phase at most; 0: the paper's, 32 for Llama, 24 for Mamba2
-    )
+    # iterations of the free phase at most; 0: the paper's, 32 for Llama, 24 for Mamba2
+    budget: int = 0
     phantom: int = 4  # phantom steps of the free phase; the bounded one has 1
     rtol: float = 0.05  # relative tolerance of each token
     warmup: int = 50  # updates until the peak of the learning rate

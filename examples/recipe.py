@@ -51,22 +51,20 @@ class Recipe(RunOptions):
     mlp_width: int = 0  # hidden width of a feed-forward layer in each block; llama: 2 d_model if 0
     layers: int = 1  # blocks of the implicit model
     skip_scale: float = 1.0  # of the residual path, in (0, 1]: below 1 solves take fewer iterations
-    dropout: float = (
-        0.2  # of the blocks, one mask per solve: keeps small errors from adding up over the tokens
-    )
+    # of the blocks, one mask per solve: keeps small errors from adding up over the tokens
+    dropout: float = 0.2
     embedding_std: float = 0.02  # of the initial embedding
     batch: int = 128  # sequences per training step
-    batch_tokens: int = (
-        0  # tokens per step at most: in lessons of longer sequences there are fewer; 0: any
-    )
+    # tokens per step at most: in lessons of longer sequences there are fewer; 0: any
+    batch_tokens: int = 0
     lengths: tuple[int, ...] = (2, 3, 4, 5, 6, 7, 8)  # lengths of the first phase, unrolled
     free_lengths: tuple[int, ...] = (8, 10, 12, 14, 16, 20, 24, 28, 32)  # lengths when solved
     full_share: float = 0.5  # of the batches have a lesson's length, the others one up to it
     learned: float = 0.95  # accuracy at which the next length follows
     steps: int = 8000  # training steps at most
     lr: float = 3e-3  # peak learning rate
-    lr_factor: float = 1.0  # of the learning rate in the last lesson: it falls with each of the
-    # fixed point
+    # of the learning rate in the last lesson: it falls from lesson to lesson at the fixed point
+    lr_factor: float = 1.0
     start: float = 0.5  # standard deviation of the states at which solves begin, at the fixed point
     rtol: float = 0.03  # relative tolerance of the solves at the fixed point
     phantom_steps: int = 4  # steps of the gradient there

@@ -70,8 +70,8 @@ class Options(RunOptions):
     pretraining: int = 6000  # updates of the model that is pretrained here
     steps: int = 4200  # updates of the looped model
     unlooped_steps: int = 12000  # updates of the unlooped one, which take as long
-    pretraining_lr: float = 3e-3  # peak learning rates
-    lr: float = 1.5e-3
+    pretraining_lr: float = 3e-3  # peak learning rate there
+    lr: float = 1.5e-3  # peak learning rate of the looped and the unlooped model
     tests: int = 256  # stories of each test, and a quarter as many rows of held-out text
     lora: int = 0  # rank of LoRA adapters of all linear maps; 0: all weights are trained
 

@@ -47,9 +47,8 @@ class Options(Recipe):
     # probability that a token's group element is the identity, in training; of several the first
     # one in unrolled lessons, one drawn for each batch in the others
     identity_probability: tuple[float, ...] = (0.0,)
-    eval_identity_probability: float | None = (
-        None  # the same at evaluation; default: the last one of training
-    )
+    # the same at evaluation; default: the last one of training
+    eval_identity_probability: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -31,9 +31,8 @@ class TextOptions:
     quick: bool = False  # tiny models on made-up sentences, without a download
     # or babble; a .txt, .jsonl or .parquet file, or a folder of them; hub:NAME[:SUBSET]
     corpus: str = "shakespeare"
-    held_out: str | None = (
-        None  # text to score. Default: three plays, the hub's validation split, or the last 20th
-    )
+    # text to score. Default: three plays, the hub's validation split, or the last 20th
+    held_out: str | None = None
     vocab_size: int = 2048  # tokens of a byte-level BPE that is trained on the corpus
     length: int = 256  # tokens of a training row
     batch: int = 8  # rows of an update, of all processes together

@@ -2,13 +2,18 @@
 is written.
 """
 
+import re
 from typing import get_args, get_type_hints
 
 import catbabi
 import formal_languages
+import pretrain
+import puzzles
 import pytest
 import reasoning
+import retrofit
 import state_tracking
+import tyro
 
 SCRIPTS = {
     "state_tracking": state_tracking,
@@ -35,6 +40,17 @@ def refused(script, arguments, folder, capsys):
     assert caught.value.code == 2
     assert not list(folder.iterdir())
     return " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    "module", [*SCRIPTS.values(), pretrain, puzzles, retrofit], ids=lambda module: module.__name__
+)
+def test_help_tells_what_each_option_is(module, capsys):
+    with pytest.raises(SystemExit):
+        tyro.cli(module.Options, args=["--help"])
+    said = " ".join(re.sub(r"│|\{[^}]*\}", " ", capsys.readouterr().out).split())
+    assert "--seed INT" in said
+    assert re.findall(r"(?<!default: )(--[\w-]+)[^a-z]*\(default", said) == []
 
 
 @pytest.mark.parametrize(("script", "option", "value"), list(bad_numbers()))
