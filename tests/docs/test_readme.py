@@ -73,7 +73,16 @@ def test_the_results_are_those_of_the_committed_rows():
     assert lstm["accuracy"] >= min(implicit)
     assert min(row["cpu_minutes"] for row in a5) < lstm["cpu_minutes"]
     assert lstm["cpu_minutes"] < max(row["cpu_minutes"] for row in a5)
-    assert "An LSTM of its size is right too, after as much time (one seed" in text
+    assert "An LSTM of its size is right too, after as much time; with 240" in text
+    worst = {
+        (model, length): min(row["last_ten"] for row in found)
+        for model in ("implicit", "LSTM")
+        for length in (256, 1024)
+        if (found := rows("a5xm", part="held out", model=model, length=length))
+    }
+    ahead = f"{worst['implicit', 256]:.0%} to {worst['LSTM', 256]:.0%} at 256 tokens (one seed each"
+    assert f"with 240 elements the block leads, {ahead}" in text
+    assert f"240 elements at 1,024 ({worst['implicit', 1024]:.0%}, one seed)" in text
     sudokus = rows("puzzles", part="held out", model="deq", budget=64)
     solved, minutes = min(row["exact"] for row in sudokus), {row["minutes"] for row in sudokus}
     assert f"solves {solved:.1%} or more of 1,000 unseen 6 × 6 puzzles" in text
