@@ -85,7 +85,7 @@ class Instance(Wanted):
         return plain.get(name) or f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
     def remedy(self, value: object) -> str:
-        """Which class to call instead of a class, or of its name."""
+        """Which class to call instead of a class, its name, or anything else."""
         if self.kind is Tensor and isinstance(value, tuple | list):
             tensors = all(isinstance(each, Tensor) for each in value)
             how = ": join them as one tensor (torch.cat along the last dimension), split in f"
@@ -96,8 +96,10 @@ class Instance(Wanted):
             first = [each for field in fields(self.kind)[:1] for each in _wanted(field.type)]
             fits = any(each.is_kind(value) and each.in_range(value) for each in first)
             return f": write {self.kind.__name__}({value!r})" * fits
-        name = value.__name__ if isinstance(value, type) else value
-        if not isinstance(name, str) or not self.kind.__module__.startswith("deqseq"):
+        name = (
+            value.__name__ if isinstance(value, type) else value if isinstance(value, str) else ""
+        )
+        if not self.kind.__module__.startswith("deqseq"):
             return ""
         ours, found = vars(sys.modules["deqseq"]), (each.__name__ for each in _classes(self.kind))
         names = {each.lower(): each for each in found if each in ours}

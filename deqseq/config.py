@@ -63,7 +63,7 @@ class SolveFields(TypedDict, total=False):
     gradient: Gradient
     sweep: Sweep
     start: Start | Tensor
-    """For one call, also the states to begin from, ``(batch, length, d_model)``."""
+    """For one call, also the states to begin from, ``(batch, length, state_width)``."""
 
 
 def resolve(

@@ -113,7 +113,7 @@ def on_device(x: np.ndarray, device: torch.device) -> Tensor:
 
 
 def per_row(flags: Tensor, z: Tensor) -> Tensor:
-    """One flag per row, shaped to broadcast over the state."""
+    """One flag or number per row, shaped to broadcast over the state."""
     return flags.reshape(-1, *[1] * (z.ndim - 1))
 
 

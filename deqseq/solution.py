@@ -98,8 +98,9 @@ def warn_failed(ends: np.ndarray, stop: Stop, least: int = 1, later: str = "") -
         return False
     warn_caller(
         f"{failed} of {rows} rows did not converge ({spent} spent the budget of {stop.max_steps} "
-        f"iterations, {diverged} diverged), so their values are not fixed points. explain() of the "
-        f"result, as in print(model(x).explain()), says why and what to do.{later}"
+        f"iterations, {diverged} diverged), so their values are not fixed points. explain() of a "
+        f"solution or a model's output, as in print(model(x).explain()), says why and what to do."
+        f"{later}"
     )
     return True
 
@@ -302,15 +303,16 @@ class Solution(Outcome):
     """A fixed point, or where its solve ended, with the numbers of the solve.
 
     Attributes:
-        value: ``(batch, *event)``: of a row that converged, the point ``z`` that passed; of one
-            that spent its budget, ``f(z)`` at the last evaluation; of one that diverged, the last
-            ``z``, or the start if that is not finite. A gradient estimator may replace it.
+        value: ``(batch, *event)``: of a row that converged, the point ``z`` that passed (of a
+            model, ``f(z)`` unless its solver ``combines``); of one that spent its budget, ``f(z)``
+            at the last evaluation; of one that diverged, the last ``z``, or the start if that is
+            not finite. A gradient estimator may replace it.
         status: a :class:`Status` per row, ``(batch,)``.
         stats: the numbers of the solve.
         ends: the ``status`` as a NumPy array, which can be read without a wait for the device.
         aux: with ``has_aux=True``, the second output of the map at the evaluation that gave
-            ``value``. It carries a gradient only with :class:`Unrolled`, or after a direct call of
-            :func:`solve` with gradients enabled.
+            ``value``; of a model, the cache after its tokens. It carries a gradient only with
+            :class:`Unrolled`, or after a direct call of :func:`solve` with gradients enabled.
         call: what was solved, and how, for ``explain()``; not saved with the object.
     """
 
@@ -345,13 +347,14 @@ def describe_failure(outcome: Outcome, what: str) -> str:
     count = int((status != Status.CONVERGED).sum())
     return (
         f"{what} failed for {count} of {len(status)} rows after {evaluations} evaluations "
-        f"({'; '.join(parts)}). Remedy: {_advice(outcome, outcome.call)}."
+        f"({'; '.join(parts)}). Remedy: {_advice(outcome)}."
     )
 
 
-def _advice(outcome: Outcome, call: Call | None) -> str:
+def _advice(outcome: Outcome) -> str:
     """What to do about rows that failed."""
     assert outcome.stats is not None
+    call = outcome.call
     diverged = outcome.status == Status.DIVERGED
     stats = outcome.stats
     first_check = 1 if call is None else call.stop.check_every

@@ -5,7 +5,6 @@ is kept by :class:`AllTokens` or :class:`deqseq.windows.Swept`, which decide wha
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +28,6 @@ from deqseq.step import (
     returned_value,
 )
 from deqseq.stop import Stop
-from deqseq.sweeps import Sweep
 from deqseq.tokens import TokenArgs
 from deqseq.types import FixedPointMap, RowIndex, State
 from deqseq.windows import Found, NextPoint, Swept
@@ -46,10 +44,8 @@ class Problem(Call):
         has_aux: whether the map returns a pair ``(f(z), aux)``.
         solver: the algorithm.
         stop: tolerances and budget.
-        sweep: which tokens are solved together, for the map of a model. Default: all of a row.
+        sweep: which tokens are solved together. Default: the map is no model's, and has no tokens.
         callback: called with a :class:`Progress` at every check of the residual.
-        renew: prepares ``args`` again for some rows, so that no graph reaches the other rows.
-            Default: rows of ``args`` are taken as they are.
         returns_tested: whether a converged row returns the point ``z`` that was tested. If not, it
             returns ``f(z)``, one iteration further, whose residual is not known. An
             :class:`~deqseq.ImplicitModel` sets it to ``solver.combines``.
@@ -70,7 +66,6 @@ class Problem(Call):
     args: Any = None
     has_aux: bool = False
     callback: Callback | None = None
-    renew: Callable[[Any], Any] | None = None
     returns_tested: bool = True
     autocast: torch.dtype | None = None
 
@@ -88,20 +83,22 @@ class Problem(Call):
         """
         problem = replace(self, **changes)
         check_transforms(problem.stop)
-        if problem.sweep is None or problem.sweep.block is None:
-            # with other strides, as of expanded zeros, the map would be compiled twice
-            solution = iterate(problem, AllTokens(problem), problem.z0.contiguous())
-        else:
+        if problem.sweep is not None and problem.sweep.block is not None:
             _check_sweep(problem)
             swept = Swept(problem)
             solution = iterate(problem, swept, swept.states())
-        stats = solution.stats
-        if problem.sweep is None:
-            stats = replace(stats, residual=worst_token(stats.residual))
+        else:
+            # with other strides, as of expanded zeros, the map would be compiled twice
+            solution = iterate(problem, AllTokens(problem), problem.z0.contiguous())
+            if isinstance(problem.args, TokenArgs):
+                solution = problem.args.per_token(solution)
+            else:
+                residual = worst_token(solution.stats.residual)
+                solution = replace(solution, stats=replace(solution.stats, residual=residual))
         # the caller's own map and start, not what an estimator put in their place
         autocast = autocast_dtype(self.z0.device)
         call = replace(problem, f=self.f, z0=self.z0, callback=None, autocast=autocast)
-        return replace(solution, stats=stats, call=call)
+        return replace(solution, call=call)
 
     def evaluate(self, z: State) -> State:
         """The map at ``z``, ``(batch, *event)``, checked, without its auxiliary output."""
@@ -110,8 +107,8 @@ class Problem(Call):
     def rows(self, rows: RowIndex) -> "Problem":
         """The problem of some ``rows``, ``(rows,)``; no gradient reaches the others."""
         args = take(self.args, rows)
-        if self.renew is not None:
-            args = self.renew(args)
+        if isinstance(args, TokenArgs):
+            args = args.renewed()
         return replace(self, z0=self.z0[rows], args=args)
 
     def repeat(self, *, start: State | None = None, **changes: Any) -> Solution:
@@ -150,7 +147,6 @@ def solve(
     stop: Stop,
     args: Any = None,
     has_aux: bool = False,
-    sweep: Sweep | None = None,
     callback: Callback | None = None,
 ) -> Solution:
     r"""Iterate towards a fixed point :math:`z^* = f(z^*)`.
@@ -173,8 +169,6 @@ def solve(
             ``z``.
         has_aux: whether ``f`` returns a pair ``(f(z), aux)``; ``aux`` is built like ``args``. The
             solution has the ``aux`` of the evaluation that gave its value.
-        sweep: for models, which pass their own; leave it out for a map of your own. Default: all
-            tokens of a row are solved together.
         callback: called with a :class:`Progress` at every check of the residual.
 
     Returns:
@@ -210,7 +204,6 @@ def solve(
         has_aux=has_aux,
         solver=solver,
         stop=stop,
-        sweep=sweep,
         callback=callback,
     )
     solution = problem.solve()
@@ -297,7 +290,7 @@ class AllTokens(Found):
         if self.none_removed:
             check_put("aux", aux)
             fz, aux = map_tensors(torch.clone, (fz, aux))  # a map may fill the same buffers again
-            if problem.renew is None:  # models have it, and their rows do not mix
+            if not isinstance(problem.args, TokenArgs):  # models check their backbones
                 stay = on_device(np.flatnonzero(~ended), self.device)
                 self.evaluations_alone = check_independent(
                     problem.f, z, self.args, fz, stay, problem.has_aux
@@ -366,10 +359,9 @@ def iterate(problem: Problem, found: Found, z: State) -> Solution:
             z, staying = found.release(z, fz, aux, proposal)
             if staying is not None:
                 memory = take(memory, staying)
-            # both have something to do only where windows have moved
-            if not solver.owns_loop:
-                memory = window.carry(memory, z)
-            elif (window.moved_at == found.evaluations).any():
+            if solver.owns_loop:
                 # rows that have ended and stay are solved once more
                 z, memory = solver.begin(remembered, z, stop)
+            else:  # something to do only where windows have moved
+                memory = window.carry(memory, z)
         del fz, proposal, aux  # not held while the map is evaluated

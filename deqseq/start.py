@@ -44,7 +44,7 @@ class RandomStart:
     )
 
     def draw(self, like: Tensor) -> Tensor:
-        """States of the shape, dtype and device of ``like``, ``(batch, length, d_model)``.
+        """States of the shape, dtype and device of ``like``, ``(batch, length, state_width)``.
 
         They are drawn on the CPU, so that they are the same on every device.
 

@@ -122,8 +122,8 @@ class Stop:
             (:class:`deqseq.Sweep`), since it last moved.
         check_every: evaluations between two checks of the residual, at least 1. A check copies up
             to four numbers per token to the host, which on CUDA synchronises. Between checks no
-            token ends and nothing is recorded. With a tolerance, the first evaluation is measured
-            in any case: it sets the scale for ``divergence``.
+            token ends and nothing is recorded. With a tolerance, a solve measures the first
+            evaluation in any case: it sets the scale for ``divergence``.
         divergence: float above 1, may be infinite. A row has diverged when :math:`d` or :math:`s`
             of one of its tokens is not finite, or :math:`d` exceeds ``divergence`` times the
             largest of 1 and all :math:`d` and :math:`s` in the row's first measurement.

@@ -10,6 +10,7 @@ from deqseq.arguments import check_like, check_type
 from deqseq.backbones.base import Backbone, Cache
 from deqseq.rows import check_record, check_rows, map_tensors, tensors_of
 from deqseq.solution import Solution, SolveStats, Status
+from deqseq.step import autocast_dtype
 from deqseq.types import Counts, Mask, Sequence
 
 
@@ -47,9 +48,14 @@ class TokenArgs(NamedTuple):
         return cls(backbone, inputs, reserved, mask, need_aux, x)
 
     def renewed(self) -> "TokenArgs":
-        """The same with inputs prepared from these rows only, so that no graph reaches others."""
+        """The same with inputs prepared from these rows only, so that no graph reaches others.
+
+        What has no graph, such as a random mask, stays as it was drawn.
+        """
         assert self.x is not None
-        return self._replace(inputs=self.backbone.prepare(self.x, self.cache, self.mask))
+        new = self.backbone.prepare(self.x, self.cache, self.mask)
+        kept = map_tensors(lambda new, old: new if new.requires_grad else old, new, self.inputs)
+        return self._replace(inputs=kept)
 
     def at(
         self, shared: Tensor, separate: Tensor, cache: Cache | None, mask: Mask | None
@@ -81,8 +87,6 @@ class TokenArgs(NamedTuple):
     def per_token(self, solution: Solution) -> Solution:
         """A solution with statistics per token, and the cache after these tokens as its ``aux``."""
         stats, shape = solution.stats, solution.value.shape[:2]
-        if stats.iterations.ndim == 2:  # a sweep has counted tokens, and its aux is the cache
-            return solution
 
         def expanded(numbers: Tensor) -> Tensor:
             return numbers.reshape(len(numbers), -1).expand(shape)
@@ -122,6 +126,51 @@ def token_map(z: Sequence, tokens: TokenArgs) -> tuple[Sequence, Any]:
         return pair
     value, aux = pair
     return value.masked_fill(~tokens.mask[..., None], 0), aux
+
+
+@torch.no_grad()
+def check_backbone(backbone: Backbone[Any], x: Sequence) -> None:
+    """Refuse a backbone whose rows mix, whose forward is not a function, or that says it is causal
+    and is not; ``x`` gives its inputs' length, dtype and device.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def noise(width: int) -> Tensor:
+        shape = (4, x.shape[1], width)
+        return torch.randn(shape, generator=generator, device="cpu").to(x)
+
+    def value(x: Tensor, z: Tensor) -> Tensor:
+        return token_map(z, TokenArgs.prepared(backbone, x, None, None, False))[0]
+
+    def differ(values: Tensor, others: Tensor) -> bool:
+        share = torch.finfo(autocast_dtype(x.device) or x.dtype).eps ** 0.5
+        return bool(((values - others).norm(dim=-1) > share * values.norm(dim=-1)).any())
+
+    one, other = ([noise(backbone.d_model), noise(backbone.state_width)] for _ in range(2))
+    # so many tokens of each row of the second batch are those of row 0 of the first one
+    equal = (x.shape[1], 1, x.shape[1] // 2, x.shape[1] - 1)
+    for tensor, changed in zip(one, other, strict=True):
+        for row, count in enumerate(equal):
+            changed[row, :count] = tensor[0, :count]
+    values, others = value(*one), value(*other)
+    name = f"this {type(backbone).__name__}"
+    if differ(values[0], others[0]):
+        if differ(values, value(*one)):
+            raise ValueError(
+                f"{name} has another value at the same point in eval mode: its forward must be a "
+                "function of z and inputs, without state or random numbers of its own"
+            )
+        raise ValueError(
+            f"{name} mixes rows: the value of a row depends on the others, so no row can be solved "
+            "on its own. Mend it"
+        )
+    if backbone.causal and any(
+        differ(values[0, :count], others[row, :count]) for row, count in enumerate(equal)
+    ):
+        raise ValueError(
+            f"{name} is not causal: its tokens depend on later ones, which a language model has to "
+            "predict. Mend it, or set causal = False and take a TokenClassifier"
+        )
 
 
 def keeps_cache(backbone: Backbone[Any]) -> bool:

@@ -33,6 +33,9 @@ Sequence = Float[Tensor, "batch length d_model"]
 Mask = Bool[Tensor, "batch length"]
 """True at real tokens, False at padding."""
 
+Step = Callable[[Sequence, Sequence], Sequence]
+"""The next point of an iteration, from the last one and the states there."""
+
 FixedPointMap = Callable[..., Any]
 """A map ``z -> f(z)``, or ``(z, args) -> f(z, args)``, that keeps the shape; its fixed point is
 ``z* = f(z*)``.

@@ -25,7 +25,7 @@ MOVES_EVERY = 2
 """Windows move at every second evaluation, because a move costs half an evaluation.
 
 These move at once: a window of one token; one that passes entirely at its first evaluation, or at
-the end of its row; one that has spent its budget; and every one if ``check_every`` is above 1.
+the end of its row; one that diverged or spent its budget; and every one if ``check_every`` > 1.
 """
 
 NextPoint = tuple[Float[Tensor, "rows *event"], RowIndex | None]
@@ -241,7 +241,7 @@ class Swept(Found):
         self.place_windows()
 
     def states(self) -> State:
-        """The states in the windows, ``(rows, width, d_model)``."""
+        """The states in the windows, ``(rows, width, state_width)``."""
         return self.values.flatten(0, 1)[self.value_index]
 
     def judge(self, z: State, fz: State) -> bool:
@@ -316,7 +316,8 @@ class Swept(Found):
         stats = SolveStats(steps, self.residual(), self.evaluations, updates, forced)
         cache = self.cache if self.returns_cache else None
         value = self.values[:, : self.length].contiguous()
-        return Solution(value, status, stats, self.status, cache)
+        # on a CPU the tensor shares its memory with the array
+        return Solution(value, status, stats, self.status.copy(), cache)
 
     def store(self, z: State, fz: State, proposal: State) -> None:
         """Write the windows back: final values of tokens that leave, next states of the others."""

@@ -204,6 +204,7 @@ def test_every_row_of_a_batch_is_the_loop_over_it_alone(batch, block, window, ru
     (x, mask), stop, work = batch, dq.Stop(**rule), []
     config = dq.SolveConfig(solver, stop, sweep=Blocks(block, window))
     model = dq.ImplicitModel(Elementwise(), config)
+    model(torch.zeros(1, 2, 3).double())  # the first call checks the backbone, too
     model.backbone.register_forward_hook(
         lambda _, inputs, __: work.append(inputs[0][..., 0].numel())
     )
@@ -280,7 +281,7 @@ def test_a_token_that_was_not_finite_can_pass_later():
     class Model:
         value = torch.tensor([[[1.0], [math.nan]]])
 
-        def evaluate(self, x, cache, start, iterations):
+        def evaluate(self, x, cache, start, iterations, step):
             point = torch.ones(1, 2, 1)
             return Evaluation(point, self.value, self.value, None)
 
@@ -301,7 +302,7 @@ class Told:
     def __init__(self):
         self.starts = []
 
-    def evaluate(self, x, cache, start, iterations):
+    def evaluate(self, x, cache, start, iterations, step):
         self.starts.append(start)
         return Evaluation(self.point, self.value, self.value, None)
 

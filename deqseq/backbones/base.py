@@ -282,7 +282,7 @@ class Given(Instance):
         if isinstance(value, type) and issubclass(value, Backbone):
             return f": write {value.__name__}(...)"
         advice = super().remedy(value)
-        if isinstance(value, nn.Module) and not advice:
+        if isinstance(value, nn.Module) and not advice.startswith(":"):
             return ": subclass deqseq.Backbone, or solve it with deqseq.fixed_point"
         return advice
 
@@ -369,34 +369,6 @@ def check_narrow(name: str, backbone: Backbone[Any]) -> None:
         raise ValueError(
             f"{name} must have states as wide as its input, {backbone.d_model}, got a "
             f"{type(backbone).__name__} with states of {backbone.state_width}"
-        )
-
-
-@torch.no_grad()
-def check_causal(backbone: Backbone[Any], x: Sequence) -> None:
-    """Refuse a backbone in which a token depends on later ones; ``x`` gives its inputs' shape."""
-    half = x.shape[1] // 2
-    if half == 0:
-        return
-    generator = torch.Generator("cpu").manual_seed(0)
-
-    def noise(width: int) -> Tensor:
-        shape = (1, x.shape[1], width)
-        return torch.randn(shape, generator=generator, device="cpu").to(x)
-
-    x, z, other_x, other_z = map(noise, 2 * [backbone.d_model, backbone.state_width])
-    other_x[:, :half], other_z[:, :half] = x[:, :half], z[:, :half]
-    first, second = (
-        backbone(state, backbone.prepare(inputs))[0][:, :half]
-        for state, inputs in ((z, x), (other_z, other_x))
-    )
-    share = torch.finfo(x.dtype).eps ** 0.5
-    far = (first - second).norm(dim=-1) > share * first.norm(dim=-1)
-    if bool(far.any()):
-        raise ValueError(
-            f"this {type(backbone).__name__} is not causal: its tokens depend on later ones, which "
-            "a language model has to predict. Mend it, or set causal = False and take a "
-            "TokenClassifier"
         )
 
 

@@ -252,9 +252,10 @@ class _Examination:
             budget = self.stop.max_steps
             text = f"It converges in {iterations} iterations; the budget was {budget}."
             return Cause("budget", text, iterations)
-        # smallest residuals of the last two quarters: an oscillation falls by nothing
+        # smallest residuals of the last two quarters: an oscillation falls by nothing, and a state
+        # that wanders rises far above what it had reached
         quarter = max(1, len(trace) // 4)
-        last = float(trace[-quarter:].min())
+        last, largest = (float(x) for x in torch.aminmax(trace[-quarter:]))
         level = f"The residual is {last:.1e} after {iterations} iterations"
         tolerance = f"the tolerance is {rtol:.1e}."
         drift = Cause("drift", f"{level}, because the state grows: the difference does not fall.")
@@ -268,7 +269,7 @@ class _Examination:
             return Cause("slow convergence", f"{level}; {tolerance}")
         earlier = float(trace[-2 * quarter : -quarter].min())
         rate = (last / earlier) ** (1 / quarter) if earlier > 0 else 1.0
-        if rate >= 0.999:
+        if rate >= 0.999 or largest > 10 * earlier:
             return Cause("limit cycle", f"{level} and does not fall; {tolerance}")
         if growth * last > 0.9 * float(trace[0]):
             return drift

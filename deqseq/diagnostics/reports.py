@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deqseq.arguments import PositiveInt, check_integer, check_type, checked
-from deqseq.backbones.base import Backbone, check_causal
+from deqseq.backbones.base import Backbone
 from deqseq.config import SolveConfig, SolveFields, resolve
 from deqseq.models.causal_lm import CausalLM, CausalLMOutput, Tokens, token_ids
 from deqseq.models.eval_mode import eval_mode
@@ -19,6 +19,7 @@ from deqseq.models.padding import last_real
 from deqseq.start import RandomStart
 from deqseq.stop import Stop
 from deqseq.sweeps import Chunked, Sequential, Simultaneous, Sliding, Sweep
+from deqseq.tokens import check_backbone
 from deqseq.types import Mask
 
 
@@ -170,7 +171,7 @@ def check_duality(
         x = model.embed(ids)
         for part in model.model.modules():
             if isinstance(part, Backbone):
-                check_causal(part, x)
+                check_backbone(part, x)
         for sweep in sweeps:
             config = replace(config, sweep=sweep)
             output = model.model(x, mask=real, solve=config, return_cache=True)

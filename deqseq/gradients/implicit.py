@@ -9,6 +9,7 @@ from torch import Tensor
 
 from deqseq.arguments import checked
 from deqseq.gradients.base import AttachedGradient
+from deqseq.rows import per_row
 from deqseq.solution import Solution, warn_caller
 from deqseq.solve import Problem
 from deqseq.solvers.anderson import Anderson
@@ -126,7 +127,7 @@ class _Adjoint(torch.autograd.Function):
         # The adjoint is linear, so each row is scaled to unit size and small gradients do not
         # underflow. Rows with infinities skip the solve and are returned unchanged, because
         # GradScaler looks for them.
-        size = grad.reshape(len(grad), -1).abs().amax(dim=1).reshape(-1, *[1] * (grad.ndim - 1))
+        size = per_row(grad.reshape(len(grad), -1).abs().amax(dim=1), grad)
         finite = torch.isfinite(size)
         size = torch.where(finite & (size > 0), size, 1)
         source = torch.where(finite, grad / size, 0)

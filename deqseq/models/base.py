@@ -10,11 +10,12 @@ from deqseq.arguments import PositiveInt, check_integer, check_type, checked
 from deqseq.backbones.base import Backbone, Cache, GivenBackbone, check_narrow, check_sequence
 from deqseq.config import SolveFields
 from deqseq.layers import Attention, with_weights
+from deqseq.models.eval_mode import eval_mode
 from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.models.padding import Padding
 from deqseq.start import Start
-from deqseq.tokens import TokenArgs, check_commits, token_map
-from deqseq.types import Counts, Mask, Sequence
+from deqseq.tokens import TokenArgs, check_backbone, check_commits, token_map
+from deqseq.types import Counts, Mask, Sequence, Step
 
 SETTINGS = frozenset({"solve", "eval_solve", *SolveFields.__annotations__})
 """Attributes that users expect where there is a solve."""
@@ -46,6 +47,7 @@ class Model(nn.Module, ABC):
         refuse_setting(self, name)
         if name == "backbone":
             check_type(f"{type(self).__name__}.backbone", value, Backbone)
+            self._is_checked = False
         if name in SETTINGS:  # a property, which nn.Module would not call for a module
             object.__setattr__(self, name, value)
         else:
@@ -58,9 +60,10 @@ class Model(nn.Module, ABC):
         cache: Cache | None = None,
         start: Start | Sequence | None = None,
         iterations: int = 1,
+        step: Step | None = None,
     ) -> Evaluation:
-        """Run a fixed number of plain iterations, whatever the solver, without a test for
-        convergence; the cache stays as it is.
+        """Run a fixed number of iterations, without a test for convergence; the cache stays as it
+        is.
 
         Args:
             x: embedded tokens, ``(batch, length, d_model)``.
@@ -70,6 +73,8 @@ class Model(nn.Module, ABC):
                 own ``start``.
             iterations: evaluations of the model's map, at least 1. An explicit model runs its
                 layers once, from ``x``.
+            step: gives the point of the next evaluation, from the point and the states of the last
+                one. Default: the states, which are plain iterations, whatever the solver.
 
         Returns:
             States, and what :meth:`commit` needs, without a graph.
@@ -120,6 +125,9 @@ OTHER_EVALUATION = (
 class BackboneModel(Model):
     """A model of one backbone."""
 
+    _is_checked = False
+    """Whether :func:`check_backbone` has seen several tokens."""
+
     def __init__(self, backbone: Backbone[Any]) -> None:
         super().__init__()
         check_integer("backbone.d_model", getattr(backbone, "d_model", None), 1)
@@ -132,6 +140,16 @@ class BackboneModel(Model):
                     f"{type(part).__name__}; got causal = True"
                 )
         self.backbone, self.d_model = backbone, backbone.d_model
+
+    def _check_backbone(self, x: Sequence) -> None:
+        """Check, once, a backbone with parts of the user's own."""
+        if self._is_checked or torch.compiler.is_compiling():
+            return
+        parts = (part for part in self.backbone.modules() if isinstance(part, Backbone))
+        if any(not type(part).__module__.startswith("deqseq.") for part in parts):
+            with eval_mode(self):
+                check_backbone(self.backbone, x)
+        self._is_checked = x.shape[1] > 1
 
     @property
     def causal(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -251,6 +269,8 @@ class ExplicitModel(BackboneModel):
         check_input(x, self.backbone)
         if return_cache or cache is not None:
             check_commits(self.backbone)
+        self._check_backbone(x)
+        self._check_backbone(x)
         padding = Padding.of(x, mask)
         tokens = padding.compact(x)
         args = self._args(tokens, cache, padding.mask, return_cache)
@@ -267,6 +287,7 @@ class ExplicitModel(BackboneModel):
         cache: Cache | None = None,
         start: Start | Sequence | None = None,
         iterations: PositiveInt = 1,
+        step: Step | None = None,
     ) -> Evaluation:
         check_input(x, self.backbone)
         check_commits(self.backbone)

@@ -23,7 +23,7 @@ from deqseq.arguments import (
     checked,
     shown,
 )
-from deqseq.backbones.base import Backbone, Cache, check_causal, check_narrow
+from deqseq.backbones.base import Cache, check_narrow
 from deqseq.config import SolveConfig, SolveFields
 from deqseq.models.base import Model, check_loaded, refuse_setting
 from deqseq.models.eval_mode import eval_mode
@@ -88,9 +88,6 @@ class CausalLM(TokenModel):
         >>> output.logits.shape, output.loss.ndim
         (torch.Size([1, 3, 10]), 0)
     """
-
-    _is_causal = False
-    """Whether the backbones have been found to be causal."""
 
     @checked
     def __init__(
@@ -302,22 +299,11 @@ class CausalLM(TokenModel):
         Raises:
             TypeError: ids that are not integers, or an embedding that returns something else.
         """
-        x = self.embedding(check_integers("input_ids", input_ids))
+        x = self.embedding(check_integers("input_ids", as_int64(input_ids)))
         wanted = (*input_ids.shape, self.model.d_model)
         if not is_dense(x) or x.shape != wanted:
             raise TypeError(f"CausalLM.embedding must return a Tensor {wanted}, got {shown(x)}")
-        self._check_causal(x)
         return scaled(x, self.embedding_scale)
-
-    def _check_causal(self, x: Sequence) -> None:
-        """Refuse, once, backbones of the user's own in which a token depends on later ones."""
-        if self._is_causal or x.shape[1] < 2 or torch.compiler.is_compiling():
-            return
-        with eval_mode(self):
-            for part in self.model.modules():
-                if isinstance(part, Backbone) and not type(part).__module__.startswith("deqseq."):
-                    check_causal(part, x)
-        self._is_causal = True
 
     @checked
     def logits(self, states: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:

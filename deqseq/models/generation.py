@@ -133,7 +133,9 @@ class InWindow:
 
     def evaluate(self, x: Sequence) -> tuple[States, Tensor]:
         self.evaluations += self._steps
-        self._latest = now = self._model.evaluate(x, self.cache, self._start, self._steps)
+        self._latest = now = self._model.evaluate(
+            x, self.cache, self._start, self._steps, self._between
+        )
         numbers = self._window.measure(now.point, now.states, 1)
         # the head is not given states that are not finite
         finite = now.value.isfinite().all(dim=2, keepdim=True)
@@ -175,14 +177,23 @@ class InWindow:
 
     def _next(self, now: Evaluation, device: torch.device) -> Sequence:
         """The solver's next point; a token that diverged, on a wrong guess, begins at zero."""
-        if not self._stepped:
-            self._memory, self._stepped = self._solver.init(now.point), True
         states, sound = now.states, None
         if not self._sound.all():
             sound = on_device(self._sound, device)[..., None]
             states = torch.where(sound, states, now.point)
-        z, self._memory = next_point(self._solver, now.point, states, self._memory)
+        z = self._step(now.point, states)
         return z if sound is None else z.masked_fill(~sound, 0)
+
+    def _between(self, point: Sequence, states: Sequence) -> Sequence:
+        """The same between two choices; a token that is not finite stays where it was."""
+        finite = states.isfinite().all(dim=2, keepdim=True)
+        return self._step(point, torch.where(finite, states, point))
+
+    def _step(self, point: Sequence, states: Sequence) -> Sequence:
+        if not self._stepped:
+            self._memory, self._stepped = self._solver.init(point), True
+        z, self._memory = next_point(self._solver, point, states, self._memory)
+        return z
 
 
 class _Record:

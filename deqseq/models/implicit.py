@@ -24,7 +24,7 @@ from deqseq.start import Start, check_states, initial_state
 from deqseq.step import Callback, autocast_dtype, check_start, evaluate, in_autocast
 from deqseq.stop import Stop
 from deqseq.tokens import TokenArgs, check_commits, keeps_cache, token_map
-from deqseq.types import Mask, Sequence, State
+from deqseq.types import Mask, Sequence, State, Step
 
 
 @dataclass
@@ -210,6 +210,7 @@ class ImplicitModel(BackboneModel):
         swept = config.sweep.block is not None
         check_loaded(self.backbone, x)
         self._check(x, states, return_cache or cache is not None or swept)
+        self._check_backbone(x)
         padding, needs_grad = Padding.of(x, mask), self._requires_gradient(x, states)
         with torch.set_grad_enabled(needs_grad):
             backbone, compact = with_weights(self.backbone), padding.compact(x)
@@ -226,12 +227,11 @@ class ImplicitModel(BackboneModel):
                 stop=config.stop,
                 sweep=config.sweep,
                 callback=callback,
-                renew=TokenArgs.renewed,
                 returns_tested=config.solver.combines,
             )
             solution = config.gradient.apply(problem, keep_value=not self.training)
             check_type(f"what {type(config.gradient).__name__}.apply returns", solution, Solution)
-            solution = padding.restored(tokens.per_token(solution))
+            solution = padding.restored(solution)
         call = ModelCall(
             model=self,
             x=x.detach(),
@@ -260,6 +260,7 @@ class ImplicitModel(BackboneModel):
         cache: Cache | None = None,
         start: Start | Sequence | None = None,
         iterations: PositiveInt = 1,
+        step: Step | None = None,
     ) -> Evaluation:
         states = start if isinstance(start, Tensor) else None
         config = self.solve_config
@@ -271,11 +272,11 @@ class ImplicitModel(BackboneModel):
         if states is None:
             _check_injection(tokens, config)
         z = self._start_states(x, states, Padding(), config.start)
-        point, aux = z, None
-        for _ in range(iterations):
-            point = z
-            z, aux = evaluate(token_map, z, tokens, has_aux=True)
-        return Evaluation(point, z, z, Uncommitted(self.backbone, cache, aux))
+        point, (states, aux) = z, evaluate(token_map, z, tokens, has_aux=True)
+        for _ in range(iterations - 1):
+            point = states if step is None else step(point, states)
+            states, aux = evaluate(token_map, point, tokens, has_aux=True)
+        return Evaluation(point, states, states, Uncommitted(self.backbone, cache, aux))
 
     @property
     def solve(self) -> SolveConfig:

@@ -13,7 +13,7 @@ from deqseq.models.base import OTHER_EVALUATION, ExplicitModel, Model, Uncommitt
 from deqseq.models.implicit import ImplicitModel
 from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.start import Start
-from deqseq.types import Counts, Mask, Sequence
+from deqseq.types import Counts, Mask, Sequence, Step
 
 
 class RecurrentDepth(Model):
@@ -115,10 +115,11 @@ class RecurrentDepth(Model):
         cache: Cache | None = None,
         start: Start | Sequence | None = None,
         iterations: int = 1,
+        step: Step | None = None,
     ) -> Evaluation:
         prelude, core, coda = parts_of(cache, 3, "parts")
         first = self.prelude.evaluate(x, prelude)
-        solved = self.core.evaluate(first.value, core, start, iterations)
+        solved = self.core.evaluate(first.value, core, start, iterations, step)
         last = self.coda.evaluate(self._normed(solved.value), coda)
         return Evaluation(solved.point, solved.states, last.value, (first, solved, last))
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from deqseq.arguments import check_type
 from deqseq.backbones import Backbone, Cache
 from deqseq.config import SolveConfig
 from deqseq.models import ImplicitModel, ModelOutput
@@ -48,17 +49,23 @@ class BackboneContract:
     backbone: ClassVar[Backbone[Any]]
     config: ClassVar[SolveConfig] = SolveConfig(stop=Stop(rtol=1e-9, max_steps=1000))
 
+    @property
+    def given(self) -> Backbone[Any]:
+        """The backbone, checked."""
+        check_type(f"{type(self).__name__}.backbone", getattr(self, "backbone", None), Backbone)
+        return self.backbone
+
     def made(self) -> Backbone[Any]:
         """A copy to test."""
-        return copy.deepcopy(self.backbone).double().eval()
+        return copy.deepcopy(self.given).double().eval()
 
     def randn(self, batch: int, length: int, seed: int = 0) -> Tensor:
         """Random inputs, ``(batch, length, d_model)``."""
-        return random(batch, length, self.backbone.d_model, seed=seed)
+        return random(batch, length, self.given.d_model, seed=seed)
 
     def states(self, batch: int, length: int, seed: int = 1) -> Tensor:
         """Random states, ``(batch, length, state_width)``."""
-        return random(batch, length, self.backbone.state_width, seed=seed)
+        return random(batch, length, self.given.state_width, seed=seed)
 
     def example(self, batch: int, length: int) -> tuple[Backbone[Any], Tensor, Tensor]:
         """A copy to test, its input x and a state z."""
@@ -79,7 +86,7 @@ class BackboneContract:
 
     def require_advance(self) -> None:
         """Skip the test if the backbone is not causal or has no ``advance``."""
-        if not keeps_cache(self.backbone):
+        if not keeps_cache(self.given):
             raise SkipTest("the backbone keeps no cache")
 
     def solved(self, x: Tensor, sweep: Sweep = Simultaneous(), **options: Any) -> ModelOutput:
@@ -137,21 +144,23 @@ class BackboneContract:
         assert torch.autograd.gradcheck(value, leaves, fast_mode=True, atol=1e-6, rtol=1e-4)
 
     def test_causal(self) -> None:
-        if not self.backbone.causal:
+        if not self.given.causal:
             raise SkipTest("the backbone is not causal")
         backbone, x, z = self.example(2, 7)
         value, _ = evaluated(backbone, x, z)
         # random, because a norm would remove a constant
-        other_x = torch.cat([x[:, :4], self.randn(2, 3, seed=2)], dim=1)
-        other_z = torch.cat([z[:, :4], self.states(2, 3, seed=3)], dim=1)
-        for changed_x, changed_z in ((other_x, z), (x, other_z)):
-            changed, _ = evaluated(backbone, changed_x, changed_z)
-            assert torch.allclose(changed[:, :4], value[:, :4], 1e-9, 1e-9), (
-                "a token must not depend on later ones"
-            )
-            assert not torch.allclose(changed[:, 4:], value[:, 4:]), (
-                "a token must depend on its input and its state"
-            )
+        other_x, other_z = self.randn(2, 7, seed=2), self.states(2, 7, seed=3)
+        for cut in range(1, 7):
+            later_x = torch.cat([x[:, :cut], other_x[:, cut:]], dim=1)
+            later_z = torch.cat([z[:, :cut], other_z[:, cut:]], dim=1)
+            for name, changed_x, changed_z in (("input", later_x, z), ("state", x, later_z)):
+                changed, _ = evaluated(backbone, changed_x, changed_z)
+                assert torch.allclose(changed[:, :cut], value[:, :cut], 1e-9, 1e-9), (
+                    f"a token must not depend on the {name} of later ones"
+                )
+                assert not torch.allclose(changed[:, cut:], value[:, cut:]), (
+                    f"a token must depend on its {name}"
+                )
 
     def test_padding_is_not_seen(self) -> None:
         backbone, x, z = self.example(2, 9)
@@ -249,7 +258,7 @@ class BackboneContract:
                     assert_same(alone, value[row, :count])
                     row_cache = self.advance(backbone, row_cache, aux, count)
                 alone_later, _ = evaluated(backbone, later_x[row], later_z[row], row_cache)
-                assert_same(alone_later, later[row])
+                assert_same(alone_later, later[row], where="the value after advance with counts")
             cache = next_cache
 
     # Whole solves

@@ -109,6 +109,8 @@ CASES = [
         )
     ),
     case("limit cycle", affine(-1, 3), ONE, "does not fall", SWITCH),
+    # chaos: the smallest residual of a quarter happens to fall
+    case("limit cycle", lambda z: 3.9 * z * (1 - z), 0.3 * ONE, "does not fall", "Adaptive()"),
     # less than a thousandth is not a fall
     case("limit cycle", affine(0.9995), 2010 * ONE, "does not fall", rtol=1e-9),
     # the last two quarters decide: of halves the first, and of eighths the second, would fall

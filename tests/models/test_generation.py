@@ -304,6 +304,24 @@ def test_tokens_are_chosen_at_every_check(name, least):
     assert torch.equal(tokens[0], tokens[2])
 
 
+class Alternating(dq.Affine):
+    """``f(z) = x - 0.9 z``: the best step ends it at once, plain iteration is slow."""
+
+    def forward(self, z, inputs, cache=None, *, need_aux=False):
+        _, aux = super().forward(z, inputs, cache, need_aux=need_aux)
+        return inputs.injection - 0.9 * z, aux
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_the_solver_makes_the_steps_between_two_choices(every):
+    core = dq.ImplicitModel(Alternating(8), dq.SolveConfig(stop=dq.Stop(1e-6, check_every=every)))
+    for model in (core, recurrent_depth(core)):
+        lm = dq.CausalLM(13, model, embedding_std=1.0).double()
+        generated = lm.generate(PROMPT, max_new_tokens=12, window=4)
+        assert generated.converged.all()
+        assert generated.evaluations < 60
+
+
 def test_no_check_is_later_than_the_budget(mamba):
     stop = dq.Stop(rtol=1e-13, max_steps=6, check_every=4)
     generated = mamba.generate(PROMPT, max_new_tokens=5, window=4, stop=stop)

@@ -14,6 +14,8 @@ from small_models import affine, contractive_llama, contractive_mamba2, embedded
 from torch.testing import assert_close
 
 import deqseq as dq
+from deqseq.rows import take
+from deqseq.tokens import TokenArgs, token_map
 
 TIGHT = dq.SolveConfig(stop=dq.Stop(rtol=1e-11, max_steps=500))
 MAKE = pytest.mark.parametrize("make", [contractive_mamba2, contractive_llama, affine])
@@ -211,7 +213,7 @@ def test_a_row_that_diverges_in_training_is_told_once():
 def test_inputs_that_a_sweep_cannot_divide_are_named():
     class Shared(dq.Affine):
         def prepare(self, x, cache=None, mask=None):
-            return {"inputs": super().prepare(x), "table": torch.ones(3, 2)}
+            return {"inputs": super().prepare(x), "table": torch.ones(len(x), 2)}
 
         def forward(self, z, inputs, cache=None, *, need_aux=False):
             return super().forward(z, inputs["inputs"], cache, need_aux=need_aux)
@@ -246,3 +248,85 @@ def test_what_is_no_backbone_is_answered_with_how_to_make_one(given, remedy):
     for kind in (dq.ImplicitModel, dq.ExplicitModel):
         with pytest.raises(TypeError, match=f"backbone must be a Backbone, got .*: {remedy}"):
             kind(given)
+
+
+def own(change):
+    """A block of the user's own, whose value is changed by ``change(value, z, count of calls)``."""
+
+    class Own(dq.Affine):
+        calls = 0
+
+        def forward(self, z, inputs, cache=None, *, need_aux=False):
+            self.calls += 1
+            value, aux = super().forward(z, inputs, cache, need_aux=need_aux)
+            return change(value, z, self.calls), aux
+
+    return Own(4)
+
+
+def before_last(z):
+    """The last state where the token before it is, zero elsewhere."""
+    return torch.eye(z.shape[1])[-2][:, None] * z[:, -1:]
+
+
+def pairs_swapped(z):
+    return z[:, [i ^ 1 for i in range(z.shape[1] // 2 * 2)] + [-1] * (z.shape[1] % 2)]
+
+
+BROKEN = {
+    "mixes rows": lambda value, z, _: value + 0.1 * z.mean(dim=0),
+    "has another value at the same point": lambda value, z, calls: value + 0.1 * calls,
+    "is not causal": lambda value, z, _: value + 0.1 * z.mean(dim=1, keepdim=True),
+    "is not causal: its tokens": lambda value, z, _: value + 0.1 * pairs_swapped(z),
+    "is not causal: its": lambda value, z, _: value + 0.1 * z[:, -1:],
+    "is not causal: its tokens depend": lambda value, z, _: value + 0.1 * before_last(z),
+}
+
+
+@pytest.mark.parametrize("message", BROKEN)
+@pytest.mark.parametrize("length", [2, 5, 8])
+def test_a_block_that_breaks_its_promise_is_refused_at_its_first_call(message, length):
+    block, ids = own(BROKEN[message]), torch.zeros(3, length).long()
+    for model in (dq.ImplicitModel(block), dq.ExplicitModel(block)):
+        with pytest.raises(ValueError, match=f"this Own {message}"):
+            model(torch.ones(3, length, 4))
+        with pytest.raises(ValueError, match=f"this Own {message}"):
+            dq.CausalLM(5, model)(ids)
+    lm = dq.CausalLM(5, dq.ImplicitModel(dq.Affine(4)))
+    assert lm(ids).converged.all()
+    lm.model.backbone = own(BROKEN[message])
+    with pytest.raises(ValueError, match=f"this Own {message}"):
+        lm(ids)
+
+
+@torch.no_grad()
+def test_a_block_is_checked_once_and_in_eval_mode():
+    block = own(lambda value, z, _: torch.dropout(value, 0.5, block.training))
+    model = dq.ImplicitModel(block, dq.SolveConfig(stop=dq.Stop.exactly(1))).train()
+    for length, calls in ((1, 3), (4, 6), (4, 7)):  # one token cannot show whether it is causal
+        model(torch.ones(2, length, 4))
+        assert block.calls == calls
+    assert block.training
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda value, z, _: value.mT, (ValueError, "Own.forward must keep the shape")),
+        (lambda value, z, _: value.long(), (TypeError, "Own.forward must keep the dtype")),
+        (lambda value, z, _: None, (TypeError, "Own.forward returns must be a Tensor")),
+    ],
+)
+def test_what_a_block_returns_is_named_by_a_language_model_too(change, error):
+    with pytest.raises(error[0], match=error[1]):
+        dq.CausalLM(5, dq.ImplicitModel(own(change)))(torch.zeros(3, 5).long())
+
+
+def test_rows_beside_one_that_diverged_keep_the_masks_of_their_solve():
+    backbone, x, z = contractive_mamba2(dropout=0.5).train(), embedded(3), embedded(3).flip(0)
+    whole = TokenArgs.prepared(backbone, x.requires_grad_(), None, None, False)
+    rows = torch.tensor([2, 0])
+    some = take(whole, rows).renewed()
+    value, _ = token_map(z[rows], some)
+    assert_close(value, token_map(z, whole)[0][rows])
+    assert not torch.allclose(value, backbone(z[rows], backbone.prepare(x[rows]))[0])

@@ -53,6 +53,7 @@ def keeps_a_graph(backbone, cache, aux, tokens, counts=None):
 
 
 LOOKS_AHEAD = adding(lambda backbone, z: 0.01 * z.mean(dim=1, keepdim=True))
+IN_PAIRS = adding(lambda backbone, z: 0.01 * z[:, [i ^ 1 if i < 6 else i for i in range(7)]])
 MIXES_ROWS = adding(lambda backbone, z: 0.01 * z.mean(dim=0, keepdim=True))
 EXPANDS = adding(lambda backbone, z: 2 * z)
 DRAWS = adding(lambda backbone, z: torch.dropout(torch.ones_like(z), 0.2, backbone.training))
@@ -62,6 +63,7 @@ DRAWS = adding(lambda backbone, z: torch.dropout(torch.ones_like(z), 0.2, backbo
     ("expected", "method", "broken"),
     [
         ("test_causal", "forward", LOOKS_AHEAD),
+        ("test_causal", "forward", IN_PAIRS),
         ("test_a_sequence_cut_anywhere_is_the_sequence", "advance", commits_one_token_fewer),
         ("test_every_sweep_finds_the_same_fixed_point", "advance", commits_one_token_fewer),
         ("test_padding_does_not_change_a_row", "advance", ignores_counts),
@@ -78,3 +80,28 @@ def test_a_broken_backbone_fails(expected, method, broken):
     kind = type("Broken", (dq.Affine,), {method: broken})
     assert fails(BackboneContract, expected, backbone=kind(4))
     assert not fails(BackboneContract, expected, backbone=dq.Affine(4))
+
+
+@pytest.mark.parametrize("missing", [{}, {"backbone": dq.Affine}, {"backbone": torch.zeros(2)}])
+def test_a_suite_without_a_backbone_says_so(missing):
+    suite = type("TestMine", (BackboneContract,), missing)()
+    with pytest.raises(TypeError, match=r"TestMine\.backbone must be a Backbone, got"):
+        suite.test_causal()
+
+
+@pytest.mark.parametrize(
+    ("of", "method", "broken"),
+    [
+        ("input", "prepare", lambda self, x, *rest: dq.Affine.prepare(self, 0 * x, *rest)),
+        (
+            "state",
+            "forward",
+            lambda self, z, *rest, **options: dq.Affine.forward(self, 0 * z, *rest, **options),
+        ),
+    ],
+)
+def test_what_does_not_matter_is_named(of, method, broken):
+    kind = type("Broken", (dq.Affine,), {method: broken})
+    suite = type("TestMine", (BackboneContract,), {"backbone": kind(4)})()
+    with pytest.raises(AssertionError, match=f"a token must depend on its {of}"):
+        suite.test_causal()
