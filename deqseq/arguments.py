@@ -96,9 +96,7 @@ class Instance(Wanted):
             first = [each for field in fields(self.kind)[:1] for each in _wanted(field.type)]
             fits = any(each.is_kind(value) and each.in_range(value) for each in first)
             return f": write {self.kind.__name__}({value!r})" * fits
-        name = (
-            value.__name__ if isinstance(value, type) else value if isinstance(value, str) else ""
-        )
+        name = getattr(value, "__name__", value if isinstance(value, str) else "")
         if not self.kind.__module__.startswith("deqseq"):
             return ""
         ours, found = vars(sys.modules["deqseq"]), (each.__name__ for each in _classes(self.kind))

@@ -44,7 +44,7 @@ class Problem(Call):
         has_aux: whether the map returns a pair ``(f(z), aux)``.
         solver: the algorithm.
         stop: tolerances and budget.
-        sweep: which tokens are solved together. Default: the map is no model's, and has no tokens.
+        sweep: which tokens are solved together. Default: the map has no tokens.
         callback: called with a :class:`Progress` at every check of the residual.
         returns_tested: whether a converged row returns the point ``z`` that was tested. If not, it
             returns ``f(z)``, one iteration further, whose residual is not known. An
@@ -83,22 +83,20 @@ class Problem(Call):
         """
         problem = replace(self, **changes)
         check_transforms(problem.stop)
-        if problem.sweep is not None and problem.sweep.block is not None:
+        if problem.sweep is None or problem.sweep.block is None:
+            # with other strides, as of expanded zeros, the map would be compiled twice
+            solution = iterate(problem, AllTokens(problem), problem.z0.contiguous())
+        else:
             _check_sweep(problem)
             swept = Swept(problem)
             solution = iterate(problem, swept, swept.states())
-        else:
-            # with other strides, as of expanded zeros, the map would be compiled twice
-            solution = iterate(problem, AllTokens(problem), problem.z0.contiguous())
-            if isinstance(problem.args, TokenArgs):
-                solution = problem.args.per_token(solution)
-            else:
-                residual = worst_token(solution.stats.residual)
-                solution = replace(solution, stats=replace(solution.stats, residual=residual))
+        stats = solution.stats
+        if problem.sweep is None:
+            stats = replace(stats, residual=worst_token(stats.residual))
         # the caller's own map and start, not what an estimator put in their place
         autocast = autocast_dtype(self.z0.device)
         call = replace(problem, f=self.f, z0=self.z0, callback=None, autocast=autocast)
-        return replace(solution, call=call)
+        return replace(solution, stats=stats, call=call)
 
     def evaluate(self, z: State) -> State:
         """The map at ``z``, ``(batch, *event)``, checked, without its auxiliary output."""

@@ -82,6 +82,18 @@ def check_transforms(stop: Stop) -> None:
             raise TypeError(f"a fixed point cannot be solved inside torch.func's {name}; {advice}")
 
 
+def has_values(x: Tensor) -> bool:
+    """Whether its numbers can be looked at: nothing compiles, traces, maps or fakes it."""
+    torch_c: Any = torch._C
+    return (
+        type(x) in (Tensor, torch.nn.Parameter)
+        and not x.is_meta
+        and not torch.compiler.is_compiling()
+        and torch_c._get_tracing_state() is None
+        and not torch_c._functorch.get_interpreter_stack()
+    )
+
+
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype in which autocast computes on a device now; None where it is switched off."""
     enabled = torch.is_autocast_enabled(device.type)

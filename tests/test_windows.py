@@ -204,7 +204,7 @@ def test_every_row_of_a_batch_is_the_loop_over_it_alone(batch, block, window, ru
     (x, mask), stop, work = batch, dq.Stop(**rule), []
     config = dq.SolveConfig(solver, stop, sweep=Blocks(block, window))
     model = dq.ImplicitModel(Elementwise(), config)
-    model(torch.zeros(1, 2, 3).double())  # the first call checks the backbone, too
+    model(torch.zeros(2, 8, 3).double())  # the first call checks the backbone, too
     model.backbone.register_forward_hook(
         lambda _, inputs, __: work.append(inputs[0][..., 0].numel())
     )

@@ -252,8 +252,8 @@ class _Examination:
             budget = self.stop.max_steps
             text = f"It converges in {iterations} iterations; the budget was {budget}."
             return Cause("budget", text, iterations)
-        # smallest residuals of the last two quarters: an oscillation falls by nothing, and a state
-        # that wanders rises far above what it had reached
+        # smallest residuals of the last two quarters: an oscillation falls by nothing; a state that
+        # wanders rises far above what it had reached, and its largest ones do not fall all the time
         quarter = max(1, len(trace) // 4)
         last, largest = (float(x) for x in torch.aminmax(trace[-quarter:]))
         level = f"The residual is {last:.1e} after {iterations} iterations"
@@ -269,7 +269,9 @@ class _Examination:
             return Cause("slow convergence", f"{level}; {tolerance}")
         earlier = float(trace[-2 * quarter : -quarter].min())
         rate = (last / earlier) ** (1 / quarter) if earlier > 0 else 1.0
-        if rate >= 0.999 or largest > 10 * earlier:
+        peaks = trace[-4 * quarter :].reshape(-1, quarter).amax(dim=1)
+        wanders = largest > 10 * earlier and not bool((peaks.diff() < 0).all())
+        if rate >= 0.999 or wanders:
             return Cause("limit cycle", f"{level} and does not fall; {tolerance}")
         if growth * last > 0.9 * float(trace[0]):
             return drift

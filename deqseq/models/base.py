@@ -14,7 +14,8 @@ from deqseq.models.eval_mode import eval_mode
 from deqseq.models.output import Evaluation, ModelOutput
 from deqseq.models.padding import Padding
 from deqseq.start import Start
-from deqseq.tokens import TokenArgs, check_backbone, check_commits, token_map
+from deqseq.step import has_values
+from deqseq.tokens import TokenArgs, check_backbone, check_commits, own_parts, token_map
 from deqseq.types import Counts, Mask, Sequence, Step
 
 SETTINGS = frozenset({"solve", "eval_solve", *SolveFields.__annotations__})
@@ -47,7 +48,7 @@ class Model(nn.Module, ABC):
         refuse_setting(self, name)
         if name == "backbone":
             check_type(f"{type(self).__name__}.backbone", value, Backbone)
-            self._is_checked = False
+            self._checked = [0, 0]
         if name in SETTINGS:  # a property, which nn.Module would not call for a module
             object.__setattr__(self, name, value)
         else:
@@ -125,8 +126,8 @@ OTHER_EVALUATION = (
 class BackboneModel(Model):
     """A model of one backbone."""
 
-    _is_checked = False
-    """Whether :func:`check_backbone` has seen several tokens."""
+    _checked: list[int]
+    """Rows, up to 2, and tokens, up to 8, that the backbone has been checked with."""
 
     def __init__(self, backbone: Backbone[Any]) -> None:
         super().__init__()
@@ -142,14 +143,14 @@ class BackboneModel(Model):
         self.backbone, self.d_model = backbone, backbone.d_model
 
     def _check_backbone(self, x: Sequence) -> None:
-        """Check, once, a backbone with parts of the user's own."""
-        if self._is_checked or torch.compiler.is_compiling():
+        """Check a backbone with parts of the user's own, at the first rows and tokens."""
+        new = [min(len(x), 2), min(x.shape[1], 8)]
+        if all(map(int.__ge__, self._checked, new)) or not has_values(x):
             return
-        parts = (part for part in self.backbone.modules() if isinstance(part, Backbone))
-        if any(not type(part).__module__.startswith("deqseq.") for part in parts):
+        if own_parts(self.backbone):
             with eval_mode(self):
                 check_backbone(self.backbone, x)
-        self._is_checked = x.shape[1] > 1
+        self._checked[:] = map(max, self._checked, new)
 
     @property
     def causal(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -269,7 +270,6 @@ class ExplicitModel(BackboneModel):
         check_input(x, self.backbone)
         if return_cache or cache is not None:
             check_commits(self.backbone)
-        self._check_backbone(x)
         self._check_backbone(x)
         padding = Padding.of(x, mask)
         tokens = padding.compact(x)

@@ -231,7 +231,7 @@ class CausalLM(TokenModel):
                 next is chosen. Default: 8, but 1 where a window is an error: an explicit model, a
                 solver of another library, no tolerance, or ``start="input"``. Next tokens are
                 chosen every ``stop.check_every`` iterations; in a :class:`~deqseq.RecurrentDepth`,
-                at most at every second one.
+                at most at every second one; with a solver that ``combines`` points, at every one.
             mask: bool, True at real tokens of the prompts, ``(batch, length)``, for prompts of
                 unequal length; padding may be anywhere. Default: no padding.
             cache: cache of the tokens before the prompts, as returned by a call of the model.

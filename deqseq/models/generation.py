@@ -125,7 +125,8 @@ class InWindow:
     ) -> None:
         self.width, self.cache, self.evaluations = width, cache.reserve(width), 0
         self._model, self._solver, self._stop = model, solver, stop
-        self._steps = min(stop.check_every, stop.max_steps)  # evaluations between two choices
+        # evaluations between two choices; what combines points is measured after each of its steps
+        self._steps = 1 if solver.combines else min(stop.check_every, stop.max_steps)
         self._window = Window(stop, solver, rows, width)
         self._start: Start | Tensor = start  # where the next evaluation is
         self._memory: Any = None  # the solver's; it may be None

@@ -210,7 +210,7 @@ class ImplicitModel(BackboneModel):
         swept = config.sweep.block is not None
         check_loaded(self.backbone, x)
         self._check(x, states, return_cache or cache is not None or swept)
-        self._check_backbone(x)
+        self._check_backbone(x[:, :64] if swept else x)  # a sweep may not have room for all tokens
         padding, needs_grad = Padding.of(x, mask), self._requires_gradient(x, states)
         with torch.set_grad_enabled(needs_grad):
             backbone, compact = with_weights(self.backbone), padding.compact(x)
@@ -231,7 +231,7 @@ class ImplicitModel(BackboneModel):
             )
             solution = config.gradient.apply(problem, keep_value=not self.training)
             check_type(f"what {type(config.gradient).__name__}.apply returns", solution, Solution)
-            solution = padding.restored(solution)
+            solution = padding.restored(tokens.per_token(solution))
         call = ModelCall(
             model=self,
             x=x.detach(),

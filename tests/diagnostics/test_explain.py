@@ -64,6 +64,12 @@ def affine(slope, offset=1.0):
     return lambda z: slope * z + offset
 
 
+def spiral(z):
+    """It turns on a long ellipse, so that its residual swings while it falls."""
+    cosine, sine = 0.99 * math.cos(0.3), 0.99 * math.sin(0.3)
+    return z @ z.new_tensor([[cosine, 20 * sine], [-sine / 20, cosine]]) + 1
+
+
 def jumps(z):
     return torch.where(z > 2, z * 0 + 1, z * 0 + 3)
 
@@ -98,6 +104,7 @@ CASES = [
     case("budget", affine(0.93), remedy=f"stop=Stop(max_steps={dq.Stop().max_steps})", rtol=1e-3),
     case("budget", affine(0.6), remedy="Halved", norm=Halved()),
     case("slow convergence", affine(0.995), ONE, "falls by a factor of 0.9", "solver=Anderson"),
+    case("slow convergence", spiral, torch.ones(1, 2).double(), rtol=1e-8, max_steps=64),
     # four times the budget is tried, within limits
     *(
         case("slow convergence", affine(0.998), finding=tried, rtol=1e-9, max_steps=budget)

@@ -312,6 +312,24 @@ class Alternating(dq.Affine):
         return inputs.injection - 0.9 * z, aux
 
 
+class Drifting(dq.Affine):
+    """``f(z) = z + u (1 + 0.002 tanh(z))``, which has no fixed point."""
+
+    def forward(self, z, inputs, cache=None, *, need_aux=False):
+        _, aux = super().forward(z, inputs, cache, need_aux=need_aux)
+        return z + inputs.injection * (1 + 0.002 * z.tanh()), aux
+
+
+def test_a_jump_between_two_choices_converges_nowhere():
+    """Of points that are combined the first one that is measured would pass at once."""
+    stop = dq.Stop(1e-2, check_every=3, max_steps=48)
+    core = dq.ImplicitModel(Drifting(8), dq.SolveConfig(dq.Anderson(), stop))
+    lm = dq.CausalLM(13, core, embedding_std=1.0).double()
+    with pytest.warns(dq.ConvergenceWarning):
+        generated = lm.generate(PROMPT, max_new_tokens=9, window=4)
+    assert not generated.converged.any()
+
+
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_the_solver_makes_the_steps_between_two_choices(every):
     core = dq.ImplicitModel(Alternating(8), dq.SolveConfig(stop=dq.Stop(1e-6, check_every=every)))

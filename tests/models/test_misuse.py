@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from small_models import affine, contractive_llama, contractive_mamba2, embedded, language_model
 from torch.testing import assert_close
 
@@ -275,7 +276,8 @@ def pairs_swapped(z):
 
 BROKEN = {
     "mixes rows": lambda value, z, _: value + 0.1 * z.mean(dim=0),
-    "has another value at the same point": lambda value, z, calls: value + 0.1 * calls,
+    "mixes rows: the value": lambda value, z, _: value + 0.1 * z[:1],
+    "mixes rows: the value of a row": lambda value, z, _: value + 0.1 * z.cumsum(0),
     "is not causal": lambda value, z, _: value + 0.1 * z.mean(dim=1, keepdim=True),
     "is not causal: its tokens": lambda value, z, _: value + 0.1 * pairs_swapped(z),
     "is not causal: its": lambda value, z, _: value + 0.1 * z[:, -1:],
@@ -300,13 +302,44 @@ def test_a_block_that_breaks_its_promise_is_refused_at_its_first_call(message, l
 
 
 @torch.no_grad()
-def test_a_block_is_checked_once_and_in_eval_mode():
+@pytest.mark.parametrize("make", [dq.ImplicitModel, dq.ExplicitModel])
+def test_a_block_is_checked_with_its_first_rows_and_tokens_in_eval_mode(make):
     block = own(lambda value, z, _: torch.dropout(value, 0.5, block.training))
-    model = dq.ImplicitModel(block, dq.SolveConfig(stop=dq.Stop.exactly(1))).train()
-    for length, calls in ((1, 3), (4, 6), (4, 7)):  # one token cannot show whether it is causal
-        model(torch.ones(2, length, 4))
+    model, calls = make(block), 0
+    if make is dq.ImplicitModel:
+        model.solve = dq.SolveConfig(stop=dq.Stop.exactly(1))
+    checks = (((1, 1), 1), ((2, 1), 3), ((2, 4), 6), ((2, 4), 0), ((3, 8), 6), ((3, 9), 0))
+    for shape, evaluations in checks:
+        model.train()(torch.ones(*shape, 4))
+        calls += evaluations + 1
         assert block.calls == calls
-    assert block.training
+        assert block.training
+
+
+def test_what_looks_two_tokens_ahead_is_found_once_there_are_so_many():
+    model = dq.ImplicitModel(own(lambda value, z, _: value + 0.1 * F.pad(z, (0, 0, 0, 2))[:, 2:]))
+    assert model(torch.ones(1, 2, 4)).converged.all()
+    with pytest.raises(ValueError, match="is not causal"):
+        model(torch.ones(1, 8, 4))
+
+
+@torch.no_grad()
+def test_what_cannot_be_checked_is_not_refused():
+    draws = dq.ExplicitModel(own(lambda value, z, _: value + torch.rand_like(z)))
+    counts = dq.ExplicitModel(own(lambda value, z, calls: value + calls))
+    x, rows = torch.ones(3, 5, 4), torch.arange(3.0)[:, None, None]
+    of_each_row = dq.ExplicitModel(own(lambda value, z, _: value + rows))
+    for model in (draws, counts, of_each_row):
+        assert model(x).value.shape == x.shape
+    plain = dq.ExplicitModel(own(lambda value, z, _: value))
+    assert torch.vmap(lambda x: plain(x).value)(x[None]).shape == (1, 3, 5, 4)
+    assert plain.to("meta")(x.to("meta")).value.is_meta
+
+
+def test_a_block_inside_a_wrapper_is_named():
+    block = dq.Injected(own(BROKEN["mixes rows"]), dq.AddInjection())
+    with pytest.raises(ValueError, match="this Own mixes rows"):
+        dq.ImplicitModel(block)(torch.ones(2, 3, 4))
 
 
 @pytest.mark.parametrize(
