@@ -11,7 +11,7 @@ Interrupt it and run it again: it goes on from its last checkpoint.
 
     python examples/reasoning.py                                     # balls
     python examples/reasoning.py --quick                             # seconds: does it run?
-    python examples/reasoning.py --task programs
+    python examples/reasoning.py --task programs     # options: docs/examples/reasoning.md
     python examples/reasoning.py --backbone llama --baselines 1 4    # Transformer blocks
 """
 

@@ -31,6 +31,7 @@ FALLING = 600  # steps in which it falls, at least
 RECENT = 10  # batches whose accuracy decides whether a length is learned
 WINDOW = 8  # tokens of the sliding window
 RNNS: dict[str, Any] = {"lstm": nn.LSTM, "gru": nn.GRU}
+ZERO = ("generators", "batch_tokens", "mlp_width", "falling")  # the least they may be
 SHARES = (
     "dropout",
     "full_share",
@@ -62,22 +63,27 @@ class Recipe(RunOptions):
     full_share: float = 0.5  # of the batches have a lesson's length, the others one up to it
     learned: float = 0.95  # accuracy at which the next length follows
     steps: int = 8000  # training steps at most
+    # steps in which the learning rate falls; 0: 2/5 of those before, 600 to 2/7 of all
+    falling: int = 0
     lr: float = 3e-3  # peak learning rate
     # of the learning rate in the last lesson: it falls from lesson to lesson at the fixed point
     lr_factor: float = 1.0
     start: float = 0.5  # standard deviation of the states at which solves begin, at the fixed point
     rtol: float = 0.03  # relative tolerance of the solves at the fixed point
-    phantom_steps: int = 4  # steps of the gradient there
+    unrolled_steps: int = 8  # iterations of the first phase
+    phantom_steps: int = 4  # steps of the gradient at the fixed point
+    label_smoothing: float = 0.0  # there: the share of each target that is spread over all words
     implicit: bool = True  # whether the implicit model is trained, or its baselines alone
     baselines: tuple[str, ...] = ("4",)  # blocks of explicit models; lstm, gru: equal parameters
     baseline_lrs: tuple[float, ...] = ()  # theirs, of which the best is shown; default: --lr
     eval_lengths: tuple[int, ...] = (16, 32, 64, 128, 256)  # evaluation lengths
 
-    LEAST: ClassVar = {**RunOptions.LEAST, "generators": 0, "batch_tokens": 0, "mlp_width": 0}
+    LEAST: ClassVar = RunOptions.LEAST | dict.fromkeys(ZERO, 0)
     INTERVALS: ClassVar = dict.fromkeys(SHARES, "[0, 1]") | {
         "skip_scale": "(0, 1]",
         "lr_factor": "(0, 1]",
         "embedding_std": "[0, inf)",
+        "label_smoothing": "[0, 1)",
     }
     FREE: ClassVar = (
         *RunOptions.FREE,
@@ -104,9 +110,9 @@ class LengthSchedule(TrainingBatches):
     """Batches in lessons: one for each length, which ends when the length is learned.
 
     A share of the batches has the lesson's length, the others one drawn up to it. When all lengths
-    are learned, or the steps are nearly over, the learning rate falls: over 2/5 of the steps done
-    so far, at least 600, at most 2/7 of all. At every step one of the ``tasks`` is drawn from, in
-    unrolled lessons the first one; the ``plan`` of a run that has ended is repeated, if given.
+    are learned, or the steps are nearly over, the learning rate falls. At every step one of the
+    ``tasks`` is drawn from, in unrolled lessons the first one; the ``plan`` of a run that has ended
+    is repeated, if given.
     """
 
     saved = (*TrainingBatches.saved, "ends", "decay", "recent", "full")
@@ -181,6 +187,16 @@ class LengthSchedule(TrainingBatches):
         stream = task.batches(rows, length, seed=seed, device=self.options.device)
         return with_start(next(stream), task, self.options)
 
+    def loss(self, output: dq.CausalLMOutput, batch: WordBatch) -> Tensor | None:
+        """Cross-entropy, after the first phase with smoothed labels."""
+        if len(self.ends) < len(self.options.lengths) or not self.options.label_smoothing:
+            return output.loss
+        return F.cross_entropy(
+            output.logits.flatten(0, 1),
+            batch.targets.flatten(),
+            label_smoothing=self.options.label_smoothing,
+        )
+
     def record(self, output: dq.CausalLMOutput, batch: WordBatch) -> dict[str, Any]:
         """Learn the accuracy of the last batch, which may end the lesson."""
         numbers = {"length": self.length, "accuracy": self.accuracy(output, batch)}
@@ -202,10 +218,8 @@ class LengthSchedule(TrainingBatches):
 
     def _last(self, decay: int) -> int:
         """The step at which the run ends if the learning rate falls after ``decay`` of them."""
-        return min(
-            self.options.steps,
-            decay + min(max(FALLING, 2 * decay // 5), 2 * self.options.steps // 7),
-        )
+        rule = min(max(FALLING, 2 * decay // 5), 2 * self.options.steps // 7)
+        return min(self.options.steps, decay + (self.options.falling or rule))
 
 
 def with_start(batch: WordBatch, task: Task, options: Recipe) -> WordBatch:
@@ -224,13 +238,10 @@ def make_curriculum(options: Recipe) -> Curriculum:
         dq.Adaptive(), sweep=dq.Sliding(WINDOW), start=dq.RandomStart(options.start)
     )
     until = len(options.lengths) / (len(options.lengths) + len(options.free_lengths) + 1)
-    first = unrolled(8, until=until, base=dq.SolveConfig(dq.Relaxed(0.8)), eval_base=adaptive)
-    return Curriculum(
-        (
-            first,
-            free(16, options.phantom_steps, rtol=options.rtol, base=windowed, eval_base=adaptive),
-        )
-    )
+    relaxed = dq.SolveConfig(dq.Relaxed(0.8))
+    first = unrolled(options.unrolled_steps, until=until, base=relaxed, eval_base=adaptive)
+    then = free(16, options.phantom_steps, rtol=options.rtol, base=windowed, eval_base=adaptive)
+    return Curriculum((first, then))
 
 
 class Recurrent(dq.Backbone[Any]):

@@ -89,6 +89,10 @@ class TrainingBatches(ABC):
     def __next__(self) -> Any:
         """The next batch, with ``inputs`` and ``targets``."""
 
+    def loss(self, output: dq.CausalLMOutput, batch: Any) -> torch.Tensor | None:
+        """What is minimised; here the model's own loss."""
+        return output.loss
+
     @abstractmethod
     def record(self, output: dq.CausalLMOutput, batch: Any) -> dict[str, Any]:
         """Learn what the model made of the last batch; returns numbers to show."""
@@ -133,10 +137,11 @@ def train(
         # dropout depends on seed and step only
         torch.manual_seed(options.seed * 2**20 + batches.step - 1)
         output = model(batch.inputs, targets=batch.targets, **batches.solve)
-        numbers = {"loss": check_finite(output.loss, step=batches.step, phase=phase.name)}
+        loss = batches.loss(output, batch)
+        numbers = {"loss": check_finite(loss, step=batches.step, phase=phase.name)}
         numbers |= batches.record(output, batch)
         optimizer.zero_grad()
-        accelerator.backward(output.loss)
+        accelerator.backward(loss)
         norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
         check_finite(norm, step=batches.step, phase=phase.name, quantity="gradient norm")
         optimizer.step()

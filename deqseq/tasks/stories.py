@@ -221,12 +221,12 @@ FORMS = (
     "t = 0 ;",
     "t = v ;",
     "t = v + 0 ;",
-    "t = v + v ;",
+    "t = v + w ;",
     "repeat n : t = t + 0 ;",
-    "repeat n : t = t + v ;",
+    "repeat n : t = t + w ;",
 )
-WEIGHTS = (2, 1, 3, 6, 3, 5)
-"""How often each form is drawn."""
+WEIGHTS = (3, 1, 2, 3, 2, 5)
+"""How often each form is drawn: t is assigned, v and w are two variables that have values."""
 
 
 @checked
@@ -236,11 +236,10 @@ class Programs(Story):
 
     The right side of an assignment is a variable, a number, or a sum of two of them. Assignments
     may be repeated; drawn programs repeat, 2 to 4 times, only those that add to their variable.
-    Variables have a value before they are read. Short programs have fewer forms, as first lessons:
-    with two assignments only numbers and variables; from three on also sums with a number, from
-    four on sums of variables, from five on repeated sums with a number, from six on with a
-    variable. The length is the number of assignments; equally many values are printed, one of them
-    at the end. Hops count the assignments on the longest path to a value, repetitions separately.
+    They begin with two numbers, and a sum of variables has two different ones. Programs of three
+    assignments, as first lessons, have no repetitions. The length is the number of assignments;
+    equally many values are printed, one of them at the end: that assigned last, or one drawn. Hops
+    count the assignments on the longest path to a value, repetitions separately.
 
     Example:
         >>> from deqseq.tasks import Programs
@@ -264,19 +263,21 @@ class Programs(Story):
         return 0.1
 
     def tell(self, length: int, drawn: random.Random) -> list[str]:
-        """A number, then assignments and prints in a random order, and a print."""
+        """Two numbers, then assignments and prints in a random order, and a print."""
         kinds = ["assign", "print"] * (length - 1)
         drawn.shuffle(kinds)
-        story, named, forms = [], list[str](), FORMS[:length]
+        story, named, target, order = [], list[str](), "", drawn.sample("xyz", 3)
         for kind in ("assign", *kinds, "print"):
-            target, form = drawn.choice("xyz"), "t = 0 ;"
+            read = drawn.sample(named, min(2, len(named)))
             if kind == "print":
-                form = "print v ;"
-            elif named:
+                form, read = "print v ;", [drawn.choice([target, *read])]
+            elif len(named) < 2:
+                form, target = FORMS[0], order[len(named)]
+            else:
+                forms = FORMS[: 6 if length > 3 else 4]
                 form = drawn.choices(forms, WEIGHTS[: len(forms)])[0]
-                if "t +" in form and target not in named:
-                    target = drawn.choice(named)
-            choices = {"t": target, "v": named, "0": DIGITS, "n": "234"}
+                target = read[0] if "t +" in form else drawn.choice(order)
+            choices = {"t": [target], "v": read[:1], "w": read[1:], "0": DIGITS, "n": "234"}
             story.append(" ".join(drawn.choice(choices.get(c, [c])) for c in form.split()))
             named += [target] * (kind == "assign" and target not in named)
         return story

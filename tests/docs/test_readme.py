@@ -84,6 +84,11 @@ def test_the_results_are_those_of_the_committed_rows():
     ahead = f"by {worst['implicit', 256]:.0%} to {worst['LSTM', 256]:.0%} of the last ten"
     assert f"with 240 elements the block leads, {ahead} answers of 256 (one seed each" in text
     assert f"240 elements at 1,024 tokens ({worst['implicit', 1024]:.0%}, one seed)" in text
+    written = rows("reasoning", task="programs", model="implicit", length=48)
+    assert [row["trained_to"] == 12 for row in written].count(False) == 2
+    best = max(row["accuracy"] for row in written)
+    assert len(written) == 4
+    assert f"with two of four seeds, and of 48 ({best:.0%} at best)" in text
     sudokus = rows("puzzles", part="held out", model="deq", budget=64)
     solved, minutes = min(row["exact"] for row in sudokus), {row["minutes"] for row in sudokus}
     assert f"solves {solved:.1%} or more of 1,000 unseen 6 × 6 puzzles" in text

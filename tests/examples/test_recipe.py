@@ -3,6 +3,7 @@ on where it was.
 """
 
 import json
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -70,9 +71,23 @@ def test_the_learning_rate_may_fall_with_each_lesson_of_the_fixed_point():
     assert rates == pytest.approx([1, 1, 1, 1 / 2, 1 / 4])
 
 
-def test_tolerance_and_gradient_of_the_fixed_point_are_options():
-    _, free = make_curriculum(replace(OPTIONS, rtol=0.01, phantom_steps=6)).phases
+def test_iterations_tolerance_and_gradient_are_options():
+    options = replace(OPTIONS, unrolled_steps=3, rtol=0.01, phantom_steps=6)
+    unrolled, free = make_curriculum(options).phases
+    assert unrolled.solve.stop.max_steps == 3
     assert (free.solve.stop.rtol, free.solve.gradient.steps) == (0.01, 6)
+
+
+def test_labels_may_be_smoothed_at_the_fixed_point():
+    batches = schedule(replace(OPTIONS, label_smoothing=0.5))
+    logits, targets = torch.tensor([[[2.0, 0.0], [0.0, 9.0]]]), torch.tensor([[0, -100]])
+    given = SimpleNamespace(logits=logits, loss="its own"), SimpleNamespace(targets=targets)
+    batches.ends = [10]
+    assert batches.loss(*given) == "its own"
+    batches.ends = [10, 20]
+    right, wrong = (-math.log(torch.softmax(logits[0, 0], 0)[i]) for i in (0, 1))
+    assert batches.loss(*given).item() == pytest.approx(0.75 * right + 0.25 * wrong)
+    assert schedule().loss(*given) == "its own"
 
 
 def test_unrolled_lessons_have_the_first_task_and_later_ones_all():
@@ -92,6 +107,17 @@ def test_the_learning_rate_falls_for_longer_where_learning_took_long(decay, last
     batches = schedule(replace(OPTIONS, steps=10_000))
     batches.decay = decay
     assert batches.last == last
+
+
+def test_the_learning_rate_falls_in_as_many_steps_as_the_options_say():
+    batches = schedule(replace(OPTIONS, falling=30))
+    while batches.progress < 1:
+        step(batches, 1.0)
+    assert batches.step == batches.decay + 30 == batches.ends[-1] + 30
+    batches = schedule(replace(OPTIONS, falling=30))
+    while batches.progress < 1:
+        step(batches, 0.5)
+    assert (batches.decay, batches.step) == (670, 700)
 
 
 def test_what_is_never_learned_ends_after_all_steps_at_the_fixed_point():

@@ -1,7 +1,9 @@
 """Stories: their answers are those of another way to follow them, and text becomes ids and back."""
 
 import itertools
+import random
 import re
+from collections import Counter
 
 import pytest
 import torch
@@ -89,8 +91,28 @@ def test_every_form_is_drawn_and_text_becomes_ids_and_back(task):
     assert task.decode(task.encode(texts[0])) == texts[0]
     assert len(set(texts)) == 40
     empty = f"{task.ends[0]} {task.ends[0]}"
-    assert sum(empty in text for text in texts) == (39 if task.words[0] == "=" else 0)
+    assert sum(empty in text for text in texts) == (35 if task.words[0] == "=" else 0)
     assert task.vocab_size == len(task.words)
+
+
+@pytest.mark.parametrize(("length", "forms"), [(1, 1), (2, 1), (3, 4), (4, 6), (12, 6)])
+def test_short_programs_have_fewer_forms(length, forms):
+    drawn, seen = random.Random(length), Counter()
+    for line in itertools.chain.from_iterable(Programs().tell(length, drawn) for _ in range(300)):
+        times, target, *sums = re.fullmatch(
+            r"(repeat . : )?(?:(\w) = (\w)(?: \+ (\w))?|print \w) ;", line
+        ).groups()
+        if target:
+            first, second = (term and ("0" if term.isdigit() else "v") for term in sums)
+            assert second is None or sums[0] != sums[1]
+            assert not times or sums[0] == target
+            seen[times is not None, first, second] += 1
+    assert len(seen) == forms
+    number = seen.pop((False, "0", None))
+    assert number >= 300 * min(length, 2)  # all programs begin with two numbers
+    if length == 12:  # of ten others 3 in 16, and repeated sums of variables 5 in 16
+        assert (number - 600) / 3000 == pytest.approx(3 / 16, abs=0.02)
+        assert seen[True, "v", "v"] / 3000 == pytest.approx(5 / 16, abs=0.02)
 
 
 def test_answers_are_evenly_spread_after_many_swaps():
