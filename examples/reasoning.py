@@ -11,10 +11,11 @@ Interrupt it and run it again: it goes on from its last checkpoint.
 
     python examples/reasoning.py                                     # balls
     python examples/reasoning.py --quick                             # seconds: does it run?
-    python examples/reasoning.py --task programs     # options: docs/examples/reasoning.md
+    python examples/reasoning.py --task programs                     # with options of its own
     python examples/reasoning.py --backbone llama --baselines 1 4    # Transformer blocks
 """
 
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,11 @@ from deqseq.tasks import Balls, Programs, Story, WordBatch
 
 TASKS: dict[str, Story] = {"balls": Balls(), "programs": Programs()}
 STORIES = 256  # of each test length
+# defaults of --task programs, whose values depend on each other
+PROGRAMS: dict[str, Any] = {"mlp_width": 128, "embedding_std": 1.0, "dropout": 0.0}
+PROGRAMS |= {"unrolled_steps": 4, "phantom_steps": 8, "label_smoothing": 0.1}
+PROGRAMS |= {"batch": 64, "batch_tokens": 384, "full_share": 0.7, "learned": 0.98}
+PROGRAMS |= {"free_lengths": (4, 6, 8, 12), "lr_factor": 0.2, "steps": 16000, "falling": 600}
 QUICK: dict[str, Any] = {"steps": 40, "d_model": 32, "lengths": (1,), "free_lengths": (2,)}
 QUICK |= {"eval_lengths": (2, 4), "baselines": ("1", "lstm"), "baseline_lrs": ()}
 
@@ -53,7 +59,8 @@ class Options(Recipe):
 
 def read_options(arguments: Sequence[str]) -> Options:
     """Read the command line."""
-    return parse(Options, arguments, QUICK)
+    programs = re.search(r"--task[ =]programs", " ".join(arguments))
+    return parse(Options, arguments, QUICK, PROGRAMS if programs else None)
 
 
 def accuracy(output: dq.CausalLMOutput, batch: WordBatch) -> float:

@@ -32,11 +32,16 @@ def check_numbers(options: Any) -> None:
                 Within(options.INTERVALS.get(name, "(0, inf)"))(flag(name), number)
 
 
-def read_options(kind: type[T], arguments: Sequence[str], quick: Mapping[str, Any]) -> T:
-    """Read a command line into a dataclass, whose defaults ``--quick`` changes."""
-    default = kind(**quick) if "--quick" in arguments else None
+def read_options(
+    kind: type[T],
+    arguments: Sequence[str],
+    quick: Mapping[str, Any],
+    defaults: Mapping[str, Any] | None = None,
+) -> T:
+    """Read a command line into a dataclass with other ``defaults``, which ``--quick`` changes."""
+    changed = {**(defaults or {}), **(quick if "--quick" in arguments else {})}
     options: Any = tyro.cli(
-        kind, args=arguments, default=default, config=(tyro.conf.FlagCreatePairsOff,)
+        kind, args=arguments, default=kind(**changed), config=(tyro.conf.FlagCreatePairsOff,)
     )
     return options
 

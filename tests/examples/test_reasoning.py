@@ -53,6 +53,17 @@ def test_baselines_alone(tmp_path):
     assert sizes[1] - sizes[0] == maps + lengths + norm
 
 
+@pytest.mark.parametrize("task", [["--task", "programs"], ["--task=programs"]])
+def test_programs_have_options_of_their_own(task):
+    changed = reasoning.PROGRAMS | {"task": "programs"}
+    assert reasoning.read_options(task) == reasoning.Options(**changed)
+    given = reasoning.read_options(["--steps", "20", *task, "--learned", ".9"])
+    assert given == reasoning.Options(**changed | {"steps": 20, "learned": 0.9})
+    quick = reasoning.read_options(["--quick", *task])
+    assert quick == reasoning.Options(**changed | reasoning.QUICK | {"quick": True})
+    assert reasoning.read_options(["--output", "programs"]).steps == reasoning.Options.steps
+
+
 def test_answers_are_counted_by_hops():
     right = torch.tensor([[True, False, True, True]])
     hops = torch.tensor([[0, 2, 3, -1]])
