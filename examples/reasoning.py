@@ -37,10 +37,11 @@ from deqseq.tasks import Balls, Programs, Story, WordBatch
 TASKS: dict[str, Story] = {"balls": Balls(), "programs": Programs()}
 STORIES = 256  # of each test length
 # defaults of --task programs, whose values depend on each other
-PROGRAMS: dict[str, Any] = {"mlp_width": 128, "embedding_std": 1.0, "dropout": 0.0}
-PROGRAMS |= {"unrolled_steps": 4, "phantom_steps": 8, "label_smoothing": 0.1}
+PROGRAMS: dict[str, Any] = {"mlp_width": 128, "embedding_std": 0.1, "dropout": 0.0}
+PROGRAMS |= {"unrolled_start": 0.5, "phantom_steps": 8, "label_smoothing": 0.1}
 PROGRAMS |= {"batch": 64, "batch_tokens": 384, "full_share": 0.7, "learned": 0.98}
-PROGRAMS |= {"free_lengths": (4, 6, 8, 12), "lr_factor": 0.2, "steps": 16000, "falling": 600}
+PROGRAMS |= {"lengths": (1, 2, 3, 4, 5), "free_lengths": (5, 6, 8, 12), "lr_factor": 0.2}
+PROGRAMS |= {"steps": 16000, "falling": 600}
 QUICK: dict[str, Any] = {"steps": 40, "d_model": 32, "lengths": (1,), "free_lengths": (2,)}
 QUICK |= {"eval_lengths": (2, 4), "baselines": ("1", "lstm"), "baseline_lrs": ()}
 

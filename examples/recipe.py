@@ -71,6 +71,8 @@ class Recipe(RunOptions):
     start: float = 0.5  # standard deviation of the states at which solves begin, at the fixed point
     rtol: float = 0.03  # relative tolerance of the solves at the fixed point
     unrolled_steps: int = 8  # iterations of the first phase
+    # standard deviation of the states at which those begin; 0: at zeros
+    unrolled_start: float = 0.0
     phantom_steps: int = 4  # steps of the gradient at the fixed point
     label_smoothing: float = 0.0  # there: the share of each target that is spread over all words
     implicit: bool = True  # whether the implicit model is trained, or its baselines alone
@@ -83,6 +85,7 @@ class Recipe(RunOptions):
         "skip_scale": "(0, 1]",
         "lr_factor": "(0, 1]",
         "embedding_std": "[0, inf)",
+        "unrolled_start": "[0, inf)",
         "label_smoothing": "[0, 1)",
     }
     FREE: ClassVar = (
@@ -238,7 +241,8 @@ def make_curriculum(options: Recipe) -> Curriculum:
         dq.Adaptive(), sweep=dq.Sliding(WINDOW), start=dq.RandomStart(options.start)
     )
     until = len(options.lengths) / (len(options.lengths) + len(options.free_lengths) + 1)
-    relaxed = dq.SolveConfig(dq.Relaxed(0.8))
+    begin = dq.RandomStart(options.unrolled_start) if options.unrolled_start else "zero"
+    relaxed = dq.SolveConfig(dq.Relaxed(0.8), start=begin)
     first = unrolled(options.unrolled_steps, until=until, base=relaxed, eval_base=adaptive)
     then = free(16, options.phantom_steps, rtol=options.rtol, base=windowed, eval_base=adaptive)
     return Curriculum((first, then))

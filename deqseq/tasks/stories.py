@@ -217,15 +217,15 @@ class Balls(Story):
 
 
 DIGITS = "0123456789"
-FORMS = (
-    "t = 0 ;",
-    "t = v ;",
-    "t = v + 0 ;",
-    "t = v + w ;",
-    "repeat n : t = t + 0 ;",
-    "repeat n : t = t + w ;",
-)
-WEIGHTS = (3, 1, 2, 3, 2, 5)
+NUMBERS = ("t = 0 ;", "t = 0 + 0 ;")
+FORMS = {
+    "t = 0 ;": 3,
+    "t = v ;": 1,
+    "t = v + 0 ;": 2,
+    "t = v + w ;": 3,
+    "repeat n : t = t + 0 ;": 2,
+    "repeat n : t = t + w ;": 5,
+}
 """How often each form is drawn: t is assigned, v and w are two variables that have values."""
 
 
@@ -236,10 +236,13 @@ class Programs(Story):
 
     The right side of an assignment is a variable, a number, or a sum of two of them. Assignments
     may be repeated; drawn programs repeat, 2 to 4 times, only those that add to their variable.
-    They begin with two numbers, and a sum of variables has two different ones. Programs of three
-    assignments, as first lessons, have no repetitions. The length is the number of assignments;
-    equally many values are printed, one of them at the end: that assigned last, or one drawn. Hops
-    count the assignments on the longest path to a value, repetitions separately.
+    Their first three assignments are numbers, or sums of two, and a sum of variables has two
+    different ones. The length is the number of assignments; equally many values are printed, one of
+    them at the end: that assigned last, or one drawn. Hops count the assignments on the longest
+    path to a value, repetitions separately.
+
+    Short programs are made to be first lessons: up to a length of five, all values are printed at
+    the end, and only one assignment reads a variable, in those of four without a repetition.
 
     Example:
         >>> from deqseq.tasks import Programs
@@ -263,23 +266,28 @@ class Programs(Story):
         return 0.1
 
     def tell(self, length: int, drawn: random.Random) -> list[str]:
-        """Two numbers, then assignments and prints in a random order, and a print."""
-        kinds = ["assign", "print"] * (length - 1)
-        drawn.shuffle(kinds)
+        """Three numbers, then assignments and prints in a random order, and a print."""
+        forms = [dict.fromkeys(NUMBERS, 1)] * 3 + [FORMS] * (length - 3)
+        kinds = ["assign"] * (length - 1) + ["print"] * (length - 1)
+        if length == 4:
+            forms[3] = {form: FORMS[form] for form in ("t = v ;", "t = v + 0 ;", "t = v + w ;")}
+        elif length == 5:
+            forms[3:] = forms[0], FORMS | {"t = 0 ;": 0}
+        elif length > 5:
+            drawn.shuffle(kinds)
         story, named, target, order = [], list[str](), "", drawn.sample("xyz", 3)
         for kind in ("assign", *kinds, "print"):
             read = drawn.sample(named, min(2, len(named)))
             if kind == "print":
                 form, read = "print v ;", [drawn.choice([target, *read])]
-            elif len(named) < 2:
-                form, target = FORMS[0], order[len(named)]
             else:
-                forms = FORMS[: 6 if length > 3 else 4]
-                form = drawn.choices(forms, WEIGHTS[: len(forms)])[0]
-                target = read[0] if "t +" in form else drawn.choice(order)
+                weights = forms.pop(0)
+                form = drawn.choices([*weights], [*weights.values()])[0]
+                new = order[len(named)] if len(named) < 3 else drawn.choice(order)
+                target = read[0] if "t +" in form else new
             choices = {"t": [target], "v": read[:1], "w": read[1:], "0": DIGITS, "n": "234"}
             story.append(" ".join(drawn.choice(choices.get(c, [c])) for c in form.split()))
-            named += [target] * (kind == "assign" and target not in named)
+            named += [target] * (target not in named)
         return story
 
     def follow(self, sentences: Iterable[list[str]]) -> Iterator[Answer | None]:

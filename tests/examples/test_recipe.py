@@ -11,6 +11,7 @@ import pytest
 import torch
 from recipe import LengthSchedule, Recipe, make_curriculum
 
+import deqseq as dq
 from deqseq.tasks import WordProblem, parse_group
 
 OPTIONS = Recipe(lengths=(2, 3), free_lengths=(3, 5), batch=2, steps=700, d_model=32, lr=1.0)
@@ -76,6 +77,11 @@ def test_iterations_tolerance_and_gradient_are_options():
     unrolled, free = make_curriculum(options).phases
     assert unrolled.solve.stop.max_steps == 3
     assert (free.solve.stop.rtol, free.solve.gradient.steps) == (0.01, 6)
+
+
+def test_unrolled_iterations_begin_at_zeros_or_at_random_states():
+    begins = [make_curriculum(replace(OPTIONS, unrolled_start=x)).phases[0] for x in (0.0, 0.5)]
+    assert [phase.solve.start for phase in begins] == ["zero", dq.RandomStart(0.5)]
 
 
 def test_labels_may_be_smoothed_at_the_fixed_point():
